@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from fastvit_kernels import backend
+from fastvit_kernels.commands.sweep import SDPA
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 
 # width C, depth, heads H, MLP width F. arXiv:2010.11929, arXiv:2012.12877; g: arXiv:2106.04560
@@ -203,12 +204,7 @@ def gemm_routes(function: Function) -> list[Provider]:
     ]
 
 
-SDPA_BACKENDS = {
-    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa-math": SDPBackend.MATH,
-}
+SDPA_BACKENDS = {f"sdpa-{name}": chosen for name, chosen in SDPA.items()}
 
 
 def sdpa_backends(reference: Function) -> list[Provider]:

@@ -29,7 +29,8 @@ from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
-from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, LIBRARY, triton_tile
+from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
+from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.configs import recording
 
 OP = OPS["layer_norm"]
@@ -212,13 +213,12 @@ def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
 @pytest.mark.parametrize("name", ["linear", "mlp"])
 def test_a_forced_route_is_taken(name):
     ways = {p.name: p for p in OPS[name].providers(replace(TINY, variant="proj"), "fp32")}
-    own, rules = FWD_TABLE.default, {}
+    here, key = Gpu("sm_90", 132, 227 * 1024), (16384, 768, 768, "bf16")
     for route in ("library", "triton"):
         with ways[f"ours-{route}"].context():
-            rules[route] = FWD_TABLE.default
-    assert rules["triton"] is triton_tile and rules["library"](None) == LIBRARY
+            assert FWD_TABLE.choose(here, *key).route == route
     with ways["ours"].context():
-        assert FWD_TABLE.default is own
+        assert FWD_TABLE.choose(here, *key) == FWD_TABLE.default(here, *key)
 
 
 def test_the_split_backward_is_split():

@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..measure.gate import OK, failure, judge_op
+from ..measure.gate import OK, failure, judge_op, judging
 from ..measure.timer import Timer, spread, timer_of
 from ..measure.turns import Contender, time_together
 from ..ops.attention.functions import attention, attention_ref
@@ -30,7 +29,7 @@ from . import options
 H, D = 12, 64  # of ViT-B
 OURS, MODES = "ours", ("forward", "backward")
 SDPA = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
 }  # fmt: skip
 
@@ -79,15 +78,10 @@ def tokens(text: str) -> list[int]:
     return [options.positive(int, 2**17)(part) for part in text.split(",")]
 
 
-def sdpa(qkv: Tensor) -> Tensor:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 def contender(name: str, qkv: Tensor, mode: str, timer: Timer) -> Contender:
     """Ours or a backend of SDPA, ready to be timed, or with what it raised."""
     context: Any = nullcontext if name == OURS else partial(sdpa_kernel, SDPA[name])
-    function: Callable[[Tensor], Tensor] = attention if name == OURS else sdpa
+    function: Callable[[Tensor], Tensor] = attention if name == OURS else attention_ref
     made = Contender(name, partial(torch.no_grad()(function), qkv.detach()), context)
     if mode == "backward":
         try:
@@ -104,18 +98,17 @@ def rows_of(T: int, B: int, dtype: str, device: torch.device, seconds: float) ->
     """A row for each mode at one length."""
     timer, kernels = timer_of(device), not by_pytorch(device)
     qkv = torch.randn(B, T, 3, H, D, device=device, dtype=DTYPES[dtype], requires_grad=True)
-    try:
-        first = {"qkv": qkv[:1].detach().requires_grad_()}
-        judged = judge_op(attention, Reference(attention_ref, first), ours=kernels)
-    except Exception as error:
-        judged = failure(error, timer)
+    first = {"qkv": qkv[:1].detach().requires_grad_()}
+    outcome = judging(
+        lambda: judge_op(attention, Reference(attention_ref, first), ours=kernels), timer
+    )
     for mode in MODES:
         every = [contender(name, qkv, mode, timer) for name in (OURS, *SDPA)]
         time_together(every, timer, 1e3 * seconds / len(MODES), flush=True)
         ms = {c.name: spread(c.times).median for c in every if c.outcome.status == OK}
         ours_ms = ms.pop(OURS, None)
         best = min(ms, key=lambda name: ms[name], default="")
-        status, note = judged if ours_ms else every[0].outcome
+        status, note = outcome if ours_ms else every[0].outcome
         note = "; ".join(filter(None, (note, by_pytorch(device))))
         gain = ms[best] / ours_ms if ours_ms and best and status == OK else None
         yield Row(T, mode, B, dtype, ours_ms, best, ms.get(best), gain, status, note)

@@ -53,6 +53,16 @@ def verdict(errors: Sequence[Error]) -> Outcome:
     return Outcome(FAILED, f"2x rule: {worst}")
 
 
+def judging(judge: Callable[[], Outcome], timer: Timer) -> Outcome:
+    """What it says, or what it raised; ok where float64 does not fit."""
+    try:
+        return judge()
+    except Exception as error:
+        found = failure(error, timer)
+    lacking = Outcome(OK, "numbers not compared: float64 does not fit")
+    return lacking if found.status == MEMORY else found
+
+
 @contextmanager
 def judged(context: AbstractContextManager[Any], ours: bool) -> Iterator[None]:
     """The contender's context. Raises: AssertionError at the end if one of ours asked for no

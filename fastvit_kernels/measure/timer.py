@@ -177,19 +177,17 @@ class CpuTimer:
 
 
 @functools.lru_cache(maxsize=1)
-def cuda_timer(device: int) -> CudaTimer:
-    """The timer of a device, whose buffer is allocated once."""
+def timer_of(device: torch.device) -> Timer:
+    """The timer of a device; a GPU's has a buffer, which is allocated once."""
+    if device.type != "cuda":
+        return CpuTimer()
     with torch.cuda.device(device):
         return CudaTimer()
 
 
-def timer_of(device: torch.device) -> Timer:
-    return cuda_timer(device.index) if device.type == "cuda" else CpuTimer()
-
-
 def microseconds(function: Callable[[], Any], timer: Timer | None = None) -> float:
     """Median of a burst of calls on the current device, each with a cold cache."""
-    timer = timer or cuda_timer(torch.cuda.current_device())
+    timer = timer or timer_of(torch.device("cuda", torch.cuda.current_device()))
     first = spread(timer.sample(function, 3, flush=True)).median
     count = samples_in(BURST_MS, first, 3, MOST_BURST)
     return 1e3 * spread(timer.sample(function, count, flush=True)).median

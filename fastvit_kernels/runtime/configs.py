@@ -67,8 +67,7 @@ class ConfigTable(Generic[Config]):
         config = self._chosen.get((gpu, key))
         if config is None:
             config = _forced.get(self.name)
-            if callable(config):
-                config = config(gpu, *key)
+            config = config(gpu, *key) if callable(config) else config
             if config is None:
                 config = tuned_on(gpu).get((self.name, key))
             if config is None or not self.fits(gpu, config, *key):
@@ -127,18 +126,15 @@ def install(gpu: Gpu, tuned: Tuned | None) -> None:
 
 @contextmanager
 def forced(table: str, config: Any) -> Iterator[None]:
-    """Inside, `table` chooses `config` for each key that it fits, or what config(gpu, *key) gives:
-    for tests, `tune` and swap_in(measure=)."""
-    former = _forced.get(table)
+    """Inside, `table` chooses `config`, or config(gpu, *key), for each key that it fits."""
+    former = dict(_forced)
     _forced[table] = config
     _forget()
     try:
         yield
     finally:
-        if former is None:
-            del _forced[table]
-        else:
-            _forced[table] = former
+        _forced.clear()
+        _forced.update(former)
         _forget()
 
 

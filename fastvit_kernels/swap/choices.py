@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..measure.gate import ERROR, MEMORY, OK, Outcome, failure, verdict
+from ..measure.gate import ERROR, OK, Outcome, judging, verdict
 from ..measure.timer import spread, timer_of
 from ..measure.turns import ROUNDS, Contender, beats, take_turns, time_together
 from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, forced_route
@@ -55,7 +55,6 @@ MEASURED = ("block", "attention", "mlp", "layer_norm", "rms_norm", "patch_embed"
 HOOKS = [k for k, v in vars(nn.Module()).items() if isinstance(v, dict) and k.endswith("hooks")]
 HOOKS += [k for k in vars(nn.Module()) if "_hooks_" in k]
 NO_SETTINGS: Mapping[str, Any] = {}
-NO_CONFIGS: Tuned = {}
 Measure = Tensor | tuple | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
@@ -294,19 +293,14 @@ def in_turns(ways: Sequence[Way], call: Call, end: float) -> None:
 
 
 def judged(host: nn.Module, way: Way, call: Call) -> Outcome:
-    """Whether a way keeps the 2x rule beside the host in float64, for all that it gives on this
-    call; in evaluation, where nothing is drawn."""
-    timer, (host, ours) = timer_of(device_of(call[:2])), (host.eval(), way.module.eval())
+    """Whether all that a way gives on this call keeps the 2x rule beside the host in float64; in
+    evaluation, where nothing is drawn."""
     exact = Call(*copied(call[:2], torch.float64), None, call.grad)
-    try:
-        oracle = step(copy.deepcopy(host).double(), exact, 0)
-        with way.context():
-            actual = step(ours, call, 0)
-        dtype = call.autocast or actual["out0"].dtype
-        return verdict(errors_beside(actual, partial(step, host, call, 0), oracle, dtype))
-    except Exception as error:
-        found = failure(error, timer)
-        return Outcome() if found.status == MEMORY else found  # float64 does not fit
+    oracle = step(copy.deepcopy(host.eval()).double(), exact, 0)
+    with way.context():
+        actual = step(way.module.eval(), call, 0)
+    dtype = call.autocast or actual["out0"].dtype
+    return verdict(errors_beside(actual, partial(step, host, call, 0), oracle, dtype))
 
 
 def fastest(ways: Sequence[Way], call: Call) -> Way:
@@ -317,7 +311,8 @@ def fastest(ways: Sequence[Way], call: Call) -> Way:
         if way.outcome.status == OK and (best.outcome.status != OK or beats(way.times, best.times)):
             best = way
     if best is not host:
-        best.outcome = judged(host.module, best, call)
+        timer = timer_of(device_of(call[:2]))
+        best.outcome = judging(partial(judged, host.module, best, call), timer)
     return best if best is host or best.outcome.status == OK else fastest(ways, call)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,14 +19,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..measure.gate import OK, Outcome, failure, speedup, verdict
+from ..measure.gate import OK, Outcome, failure, judging, speedup, verdict
 from ..measure.timer import Timer, spread, timer_of
 from ..measure.turns import Contender, time_together
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.files import write_atomically, write_text
+from ..verify.accuracy import Error
 from .apply import swap_in, swap_out
 from .choices import Measure, called, machine_on
-from .errors import model_errors
+from .errors import errors_beside, run_step
 from .facts import leaves
 from .report import is_ours
 
@@ -196,7 +197,34 @@ def _prepared(
     return made
 
 
-def _judged(model: nn.Module, batch: Any, autocast: torch.dtype | None) -> Outcome:
+def model_errors(
+    model: nn.Module, inputs: Any, swap: Callable[[nn.Module], Any] = swap_in,
+    autocast: torch.dtype | None = None, seed: int = 0,
+) -> list[Error]:  # fmt: skip
+    """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
+
+    The oracle is the host in float64, the yardstick the host in the model's own dtype.
+
+    Args:
+        model: a host's model, not swapped; it is copied.
+        inputs: a tensor of images, or keyword arguments.
+        swap: what makes the copy ours.
+        autocast: run host and copy under it; its dtype then sets the floor.
+    Raises: AssertionError where one of them has a gradient that the other has not.
+    """
+    dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    oracle = run_step(copy.deepcopy(model).double(), inputs, seed)
+    swapped = copy.deepcopy(model)
+    swap(swapped)
+    actual = run_step(swapped, inputs, seed, autocast)
+
+    def specification() -> dict[str, Tensor]:
+        return run_step(copy.deepcopy(model), inputs, seed, autocast)
+
+    return errors_beside(actual, specification, oracle, dtype)
+
+
+def _judged(model: nn.Module, batch: Any, autocast: torch.dtype | None, timer: Timer) -> Outcome:
     """Whether the swapped model keeps the 2x rule on this batch; in evaluation, where nothing is
     drawn."""
     if any(map(is_ours, model.modules())):
@@ -206,10 +234,7 @@ def _judged(model: nn.Module, batch: Any, autocast: torch.dtype | None) -> Outco
         return Outcome(OK, "numbers not compared: the batch is no tensor and no dict")
     plain = copy.deepcopy(model).eval()
     swap_out(plain)
-    try:
-        return verdict(model_errors(plain, inputs, autocast=autocast))
-    except torch.OutOfMemoryError:
-        return Outcome(OK, "numbers not compared: float64 does not fit")
+    return judging(lambda: verdict(model_errors(plain, inputs, autocast=autocast)), timer)
 
 
 def compare(
@@ -245,7 +270,7 @@ def compare(
     timer = timer_of(device)
     with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         swaps = any(way.startswith(SWAPPED) for way in ways)
-        judged = _judged(model, batch, autocast) if swaps else Outcome()
+        judged = _judged(model, batch, autocast, timer) if swaps else Outcome()
         every = [
             _prepared(model, way, batch, autocast, steps, timer)
             for way in WAYS if way == EAGER or way in ways

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -65,9 +64,9 @@ def step(module: nn.Module, call: Call, seed: int | None = None) -> dict[str, Te
         upstream = [x.detach() for x in outputs]
         if seed is not None:
             numbers = torch.Generator().manual_seed(seed)
-            upstream = [torch.randn(x.shape, generator=numbers).to(x) for x in upstream]
-        grads = torch.autograd.grad(outputs, [*wanted.values()], upstream, allow_unused=True)
-        results |= {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+            upstream = [torch.randn(x.shape, generator=numbers).to(x) for x in outputs]
+        found = torch.autograd.grad(outputs, [*wanted.values()], upstream, allow_unused=True)
+        results |= {n: g for n, g in zip(wanted, found, strict=True) if g is not None}
     return results
 
 
@@ -121,35 +120,3 @@ def errors_beside(
     peaks = layer_peaks(oracle)
     floors = {name: 2 * torch.finfo(dtype).eps * peaks[layer_of(name)] for name in oracle}
     return measure_all(actual, specification, oracle, dtype, floors)
-
-
-def model_errors(
-    model: nn.Module,
-    inputs: Any,
-    swap: Callable[[nn.Module], Any] | None = None,
-    autocast: torch.dtype | None = None,
-    seed: int = 0,
-) -> list[Error]:
-    """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
-
-    The oracle is the host in float64, the yardstick the host in the model's own dtype.
-
-    Args:
-        model: a host's model, not swapped; it is copied.
-        inputs: a tensor of images, or keyword arguments.
-        swap: what makes the copy ours; by default swap_in.
-        autocast: run host and copy under it; its dtype then sets the floor.
-    Raises: AssertionError where one of them has a gradient that the other has not.
-    """
-    from .apply import swap_in  # it measures by this module
-
-    dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    oracle = run_step(copy.deepcopy(model).double(), inputs, seed)
-    swapped = copy.deepcopy(model)
-    (swap or swap_in)(swapped)
-    actual = run_step(swapped, inputs, seed, autocast)
-
-    def specification() -> dict[str, Tensor]:
-        return run_step(copy.deepcopy(model), inputs, seed, autocast)
-
-    return errors_beside(actual, specification, oracle, dtype)

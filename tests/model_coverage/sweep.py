@@ -28,7 +28,7 @@ from torch import nn
 from fastvit_kernels.runtime.backend import Backend, backend
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.swap.apply import swap_in
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.facts import CONTAINERS, host_of, is_rate
 from fastvit_kernels.swap.hosts import host_path
 from fastvit_kernels.swap.hosts.fused import Fused

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.swap.errors import layer_of, model_errors
+from fastvit_kernels.swap.compare import model_errors
+from fastvit_kernels.swap.errors import layer_of
 from tests.model_coverage import compare, shrink
 from tests.model_coverage.compare import difference, randomize
 

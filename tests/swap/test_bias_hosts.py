@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastvit_kernels import backend, swap_in, watch
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts.grids import Windows, with_decomposed
 from tests.model_coverage.compare import difference, randomize
 

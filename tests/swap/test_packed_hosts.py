@@ -12,7 +12,7 @@ import torch
 from packed_towers import TOWERS, inputs, tower
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts.special import packed
 from tests.model_coverage.compare import difference, randomize
 

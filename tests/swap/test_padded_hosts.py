@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts import attend
 from fastvit_kernels.swap.hosts.special import models
 from tests.model_coverage.compare import difference, randomize

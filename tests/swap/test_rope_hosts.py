@@ -11,7 +11,7 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts import attend, fused
 from tests.model_coverage.compare import difference, randomize
 from tests.model_coverage.model_zoo import HF_MODELS, hf_small, timm_small

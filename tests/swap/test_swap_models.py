@@ -13,7 +13,7 @@ from replaced import operators, replace_operator
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts import fused
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import (

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastvit_kernels.swap.hosts.masks as masks
 import fastvit_kernels.swap.hosts.special.models as models
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts.fused import Fused
 from tests.model_coverage.compare import difference, randomize
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.vit import VisionTransformer
 from ...runtime import files
 from ...runtime.backend import INTERPRETED, backend
-from ...swap.errors import model_errors
+from ...swap.compare import model_errors
 from ...verify.accuracy import Error
 from ...verify.plain_vit import agreement, worst_error
 from ...verify.runner import quiet_interpreter

@@ -445,8 +445,8 @@ FAULTS = [
         'return ""', BESIDE,
     ),
     Fault(
-        "judge-beside-gradients", "swap/errors.py", "run_step", "gradients of images alone",
-        "for n, p in model.named_parameters()", "for n, p in ()", BESIDE,
+        "judge-beside-gradients", "swap/errors.py", "step", "gradients of images alone",
+        "for n, p in module.named_parameters()", "for n, p in ()", BESIDE,
     ),
     Fault(
         "judge-beside-missing", COMPARE, "difference",
@@ -468,7 +468,7 @@ FAULTS = [
         ("test_contact.py::test_a_stage_is_told_less_than_it_has",),
     ),
     Fault(
-        "judge-beside-layer", "swap/errors.py", "model_errors",
+        "judge-beside-layer", "swap/errors.py", "errors_beside",
         "a limit is of the largest gradient of all",
         "peaks[layer_of(name)] for", "max(peaks.values()) for",
         ("model_coverage/test_compare.py::test_the_limit_of_a_gradient_is_of_its_own_layer",),

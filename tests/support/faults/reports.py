@@ -310,7 +310,7 @@ FAULTS: list[Fault] = [
         only=(_DEV_CHECK + "test_what_time_left_out_is_neither_right_nor_wrong",),
     ),
     Fault(
-        "report-beside-oracle", BESIDE, "", "the oracle is in the model's dtype",
+        "report-beside-oracle", "swap/compare.py", "", "the oracle is in the model's dtype",
         "oracle = run_step(copy.deepcopy(model).double(), inputs, seed)",
         "oracle = run_step(copy.deepcopy(model), inputs, seed)",
         only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
@@ -322,14 +322,13 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-beside-autocast", BESIDE, "", "autocast ignored",
-        "torch.autocast(device, autocast, enabled=autocast is not None)",
-        "torch.autocast(device, autocast, enabled=False)",
+        "torch.autocast(device, call.autocast, enabled=call.autocast is not None)",
+        "torch.autocast(device, call.autocast, enabled=False)",
         only=(_BESIDE + "test_errors_are_against_float64_and_the_limit_is_near",),
     ),
     Fault(
         "report-beside-upstream", BESIDE, "", "upstream gradients are ones",
-        "upstream = [torch.randn(o.shape, generator=generator).to(o) for o in outputs]",
-        "upstream = [torch.ones(o.shape).to(o) for o in outputs]",
+        "torch.randn(x.shape, generator=numbers).to(x)", "torch.ones_like(x)",
         only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
     ),
     Fault(
@@ -340,8 +339,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-beside-images", BESIDE, "", "the images' gradient is not compared",
-        'found |= {f"d{k or \'images\'}": v.grad for k, v in leaves.items() if v.grad'
-        " is not None}",
+        'wanted |= {f"dinput{i}": x for i, x in enumerate(given) if x.requires_grad}',
         "pass",
         only=(_BESIDE + "test_a_wrong_gradient_of_the_images_is_told",),
     ),
@@ -565,7 +563,7 @@ FAULTS += [  # what tools say of kernels
     ),
     Fault(
         "sweep-gate", "commands/sweep.py", "rows_of", "a speed-up stands beside wrong numbers",
-        "judged if ours_ms else every[0].outcome", "every[0].outcome",
+        "outcome if ours_ms else every[0].outcome", "every[0].outcome",
         only=("swap/test_compare_models.py::test_the_sweep_draws_ours_over_the_best_sdpa",),
     ),
     Fault(
