@@ -76,13 +76,14 @@ def run_step(
     """`step` of a whole model, with a gradient of each floating-point input, after a seed.
 
     Args:
-        inputs: a tensor of images, or keyword arguments.
+        inputs: a tensor of images, a tuple of arguments, or keyword arguments.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    named = copied(dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}, dtype)
-    for x in leaves(named, Tensor):
+    given: Any = (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+    given = ((), dict(inputs)) if isinstance(inputs, Mapping) else given
+    call = Call(*copied(given, dtype), autocast)
+    for x in leaves(call[:2], Tensor):
         x.requires_grad_(x.is_floating_point())
-    call = Call((named[""],), {}, autocast) if "" in named else Call((), named, autocast)
     torch.manual_seed(seed)
     return step(model, call, seed)
 

@@ -86,6 +86,33 @@ def test_no_speed_up_beside_wrong_numbers(clock, monkeypatch):
     assert rows["compile"].speedup and "2x rule: out0" in str(found)
 
 
+@pytest.mark.parametrize(("error", "status", "said"), [
+    (AssertionError("other gradients: ['dx']"), "FAILED", "other gradients: ['dx']"),
+    (torch.OutOfMemoryError("full"), "ok", "numbers not compared: float64 does not fit"),
+])  # fmt: skip
+def test_numbers_that_cannot_be_had_end_nothing(clock, monkeypatch, error, status, said):
+    def raising(*_, **__):
+        raise error
+
+    monkeypatch.setattr(compare, "model_errors", raising)
+    model, images = vit()
+    found = fk.compare(model, images, steps=1)
+    assert rows_of(found)["swapped"].status == status and said in str(found)
+
+
+def test_the_numbers_of_several_arguments_are_compared(clock):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x, y):
+            return self.norm(x + y)
+
+    found = fk.compare(Sum(), (torch.randn(2, 8), torch.randn(2, 8)), steps=1)
+    assert rows_of(found)["swapped"].speedup and "numbers not" not in str(found)
+
+
 def test_the_numbers_are_those_of_the_batch_under_its_autocast(clock, monkeypatch):
     asked = []
     errors = compare.model_errors
@@ -94,7 +121,7 @@ def test_the_numbers_are_those_of_the_batch_under_its_autocast(clock, monkeypatc
     )
     model, images = vit()
     found = fk.compare(model, (images,), autocast=torch.bfloat16, steps=1)
-    assert asked[0][0] is images and asked[0][1] == {"autocast": torch.bfloat16}
+    assert asked[0][0][0] is images and asked[0][1] == {"autocast": torch.bfloat16}
     assert rows_of(found)["swapped"].status == "ok" and "bfloat16" in found.mode
 
 
