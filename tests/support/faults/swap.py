@@ -899,6 +899,12 @@ FAULTS = [
              "test_configs_that_cannot_be_used_and_what_ends_early_change_nothing"),
             ("turn", "in_turns", "what is over is tried all the same",
              "if time.monotonic() < end:", "if True:", "test_after_the_time_nothing_runs"),
+            ("both", "choose", "a route is tried in one memory mode alone",
+             "for way in ways[1:]]", "for way in ways[1:2]]",
+             "test_a_route_and_a_memory_are_tried_together"),
+            ("short", "in_turns", "where the time is short nothing is timed",
+             "w.times[-1] for w in right", "w.times[-1] for w in ways",
+             "test_where_the_time_is_short_the_last_ways_have_none"),
         )
     ),
     Fault(
