@@ -127,13 +127,13 @@ def install(gpu: Gpu, tuned: Tuned | None) -> None:
 @contextmanager
 def forced(table: str, config: Any) -> Iterator[None]:
     """Inside, `table` chooses `config`, or config(gpu, *key), for each key that it fits."""
-    former = dict(_forced)
+    former = {name: outer for name, outer in _forced.items() if name == table}
     _forced[table] = config
     _forget()
     try:
         yield
     finally:
-        _forced.clear()
+        del _forced[table]
         _forced.update(former)
         _forget()
 
