@@ -64,7 +64,7 @@ class ConfigTable(Generic[Config]):
         """The config for this key on this GPU: forced, else tuned, else the default."""
         for recorder in _recorders:
             recorder[Choice(self.name, gpu, key)] = None
-        config = self._chosen.get((gpu, key))
+        config: Any = self._chosen.get((gpu, key))
         if config is None:
             config = _forced.get(self.name)
             config = config(gpu, *key) if callable(config) else config

@@ -295,7 +295,8 @@ def in_turns(ways: Sequence[Way], call: Call, end: float) -> None:
 def judged(host: nn.Module, way: Way, call: Call) -> Outcome:
     """Whether all that a way gives on this call keeps the 2x rule beside the host in float64; in
     evaluation, where nothing is drawn."""
-    exact = Call(*copied(call[:2], torch.float64), None, call.grad)
+    args, kwargs = copied(call[:2], torch.float64)
+    exact = Call(args, kwargs, None, call.grad)
     oracle = step(copy.deepcopy(host.eval()).double(), exact, 0)
     with way.context():
         actual = step(way.module.eval(), call, 0)

@@ -81,7 +81,8 @@ def run_step(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     given: Any = (inputs if isinstance(inputs, tuple) else (inputs,)), {}
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else given
-    call = Call(*copied(given, dtype), autocast)
+    args, kwargs = copied(given, dtype)
+    call = Call(args, kwargs, autocast)
     for x in leaves(call[:2], Tensor):
         x.requires_grad_(x.is_floating_point())
     torch.manual_seed(seed)
