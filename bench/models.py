@@ -443,8 +443,7 @@ _NAMES = {
 _ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
 _PRODUCTS = (
     "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
-    "fastvit_kernels::linear", "fastvit_kernels::qkv_attention",
-    "fastvit_kernels::rope_attention_fwd",
+    "fastvit_kernels::linear", "fastvit_kernels::rope_attention_fwd",
 )  # fmt: skip
 
 

@@ -420,9 +420,7 @@ def test_profile_stages():
         "qkv": launch("gemm", ("aten::addmm", product), ("aten::linear", ())),
         "proj": launch("gemm", ("aten::mm", ((M, C), (C, C))), ("AddmmBackward0", ())),
         "mlp": launch("gemm", ("aten::mm", ((F, M), (M, C)))),
-        "attention": launch(
-            "_attention_fwd_kernel", ("fastvit_kernels::qkv_attention_fwd", product)
-        ),
+        "attention": launch("_attention_fwd_kernel", ("fastvit_kernels::attention_fwd", product)),
         "norm": launch("k", ("fastvit_kernels::layer_norm_bwd", ((M, C),))),
         "patch embed": launch("k", ("aten::cudnn_convolution", ((128, 3, 224, 224),))),
         "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
@@ -431,7 +429,7 @@ def test_profile_stages():
         assert bench_models.stage_of(found, C, F) == stage
     both = [launch("gemm", ("aten::addmm", product))] * 3
     assert bench_models.stage_ms(both, C, F, steps=3)["qkv"] == 1.0
-    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_attention_fwd", (*product, (3 * C,))))
+    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_projection_fwd", (*product, (3 * C,))))
     assert bench_models.stage_of(ours_qkv, C, F) == "qkv"
     for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
         turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))

@@ -377,8 +377,7 @@ def test_operators_pass_opcheck():
     backward = (out, qkv.detach(), out, lse, None, 0.2, 0.0)
     library.opcheck(ops.attention_bwd, backward, test_utils=checks)
     x, weight = rand(1, 20, 32, grad=False), rand(96, 32, grad=False)
-    projection = (x, weight, None, None, 1, 0.2, 0.0)
-    library.opcheck(ops.qkv_attention_fwd, projection, test_utils=checks)
+    library.opcheck(ops.qkv_projection_fwd, (x, weight, None, 1), test_utils=checks)
     dqkv = rand(1, 20, 3, 1, 32, grad=False)
     library.opcheck(ops.attention_and_bias_bwd, (*backward, fp32), test_utils=checks)
     for needs in ([True, True], [True, False]):

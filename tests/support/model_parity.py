@@ -21,8 +21,8 @@ FAR = 8.0  # times its limit: an error that no luck explains
 # The kernels that a whole model launches, forward and backward.
 KERNELS = {
     "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_tokens",
-    "layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_and_bias_bwd",
-    "linear_fwd", "linear_bwd", "mlp_bwd",
+    "layer_norm_fwd", "layer_norm_bwd", "qkv_projection_fwd", "attention_fwd",
+    "attention_and_bias_bwd", "linear_fwd", "linear_bwd", "mlp_bwd",
 }  # fmt: skip
 
 
@@ -93,7 +93,8 @@ def _kernels(model) -> set[str]:
     if block.attn.qkv.bias is None and block.attn.q_bias is None:
         kernels = kernels - {"attention_and_bias_bwd"} | {"attention_bwd"}
     if model.rope is not None or not isinstance(block.attn.q_norm, nn.Identity):
-        kernels -= {"qkv_attention_fwd", "attention_and_bias_bwd", "attention_bwd"}
+        kernels -= {"qkv_projection_fwd", "attention_fwd"}
+        kernels -= {"attention_and_bias_bwd", "attention_bwd"}
         kernels |= {"rope_attention_fwd", "rope_attention_bwd"}
     if not isinstance(block.norm1, LayerNorm):
         kernels = kernels - {"layer_norm_fwd", "layer_norm_bwd"} | {"rms_norm_fwd", "rms_norm_bwd"}

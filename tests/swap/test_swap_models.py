@@ -191,7 +191,7 @@ def test_a_block_casts_no_activation_under_autocast(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "launcher", ["layer_norm_fwd", "layer_norm_bwd", "qkv_attention_fwd", "attention_and_bias_bwd"]
+    "launcher", ["layer_norm_fwd", "layer_norm_bwd", "attention_fwd", "attention_and_bias_bwd"]
 )
 def test_an_error_in_one_kernel_is_noticed(launcher, monkeypatch):
     """The tests above can fail: a kernel's result is bent by 1%, and the 2x rule breaks."""

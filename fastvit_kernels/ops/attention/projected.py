@@ -22,17 +22,14 @@ from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, f
 from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
-from .functions import attention_bwd, check_scores, draw_seed, unsupported_scale
-from .launch import (
-    bias_partials,
-    bwd_flops,
-    empty_dqkv,
-    empty_outputs,
-    empty_rows,
-    launch_bwd,
-    launch_fwd,
-    readable,
+from .functions import (
+    attention_bwd,
+    attention_fwd,
+    check_scores,
+    draw_seed,
+    unsupported_scale,
 )
+from .launch import bias_partials, bwd_flops, empty_dqkv, launch_bwd, readable
 
 
 def qkv_attention_ref(
@@ -55,34 +52,12 @@ def empty_qkv(x: Tensor, weight: Tensor, num_heads: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], 3, num_heads, weight.shape[0] // (3 * num_heads)))
 
 
-def _empty_qkv_attention_fwd(
-    x: Tensor, weight: Tensor, num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    qkv = empty_qkv(x, weight, num_heads)
-    return qkv, *empty_outputs(qkv)
-
-
-def projected_flops(x, weight):
-    """Of a forward with its projection."""
-    B, T, C = x
-    rows = weight[0]  # 3 H D
-    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
-
-
-@operator(fake=_empty_qkv_attention_fwd, flops=projected_flops)
-def qkv_attention_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None, num_heads: int,
-    scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(B, T, C) -> qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T); one dtype."""
-    B, T, _ = x.shape
+@operator(fake=empty_qkv, flops=lambda x, weight: 2 * math.prod(x) * weight[0])
+def qkv_projection_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int) -> Tensor:
+    """(B, T, C) -> qkv (B, T, 3, H, D); one dtype. Apart from attention, so that a checkpoint can
+    keep what that gives and not this."""
     D = weight.shape[0] // (3 * num_heads)
-    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    out = qkv.new_empty((B, T, num_heads, D))
-    lse = empty_rows(out)
-    if qkv.numel():
-        launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
-    return qkv, out, lse
+    return product_with_bias(x, weight, bias).view(*x.shape[:2], 3, num_heads, D)
 
 
 def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -161,9 +136,8 @@ class QkvAttentionFunction(torch.autograd.Function):
         if spec.casts:
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
             bias = None if bias is None else bias.to(spec.dtype)
-        qkv, out, lse = qkv_attention_fwd[spec.route](
-            x, weight, bias, seed, spec.num_heads, spec.scale, spec.dropout_p
-        )
+        qkv = qkv_projection_fwd[spec.route](x, weight, bias, spec.num_heads)
+        out, lse = attention_fwd[spec.route](qkv, seed, spec.scale, spec.dropout_p)
         ctx.save_for_backward(x, weight, qkv, out, lse, seed)
         ctx.spec = spec
         return out
@@ -265,5 +239,5 @@ def qkv_attention(
     if spec.casts:
         x, weight = x.to(spec.dtype), weight.to(spec.dtype)
         bias = None if bias is None else bias.to(spec.dtype)
-    fwd = qkv_attention_fwd[spec.route]
-    return fwd(x, weight, bias, seed, num_heads, spec.scale, dropout_p)[1]
+    qkv = qkv_projection_fwd[spec.route](x, weight, bias, num_heads)
+    return attention_fwd[spec.route](qkv, seed, spec.scale, dropout_p)[0]

@@ -29,7 +29,7 @@ from ..common.rotation_tables import turn_back
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
-from .projected import check_projection, empty_qkv, projected_flops, qkv_projection_bwd
+from .projected import check_projection, empty_qkv, qkv_projection_bwd
 from .varlen import check_lengths, check_packing, varlen_attention_ref
 
 
@@ -81,7 +81,13 @@ def _empty_fwd(
     return qkv, turned, out, empty_rows(out, _packing(cu_seqlens, max_seqlen))
 
 
-@operator(fake=_empty_fwd, flops=projected_flops)
+def _flops_fwd(x, weight):
+    B, T, C = x
+    rows = weight[0]  # 3 H D
+    return 2 * B * T * rows * C + 4 * B * T * T * (rows // 3)
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
 def rope_attention_fwd(
     x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
     q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
