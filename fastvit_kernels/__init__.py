@@ -26,6 +26,7 @@ from .ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_
 from .ops.patch_embed.functions import patch_embed
 from .ops.rope import rope
 from .runtime.backend import backend, get_backend, set_backend
+from .runtime.checkpoint_policy import checkpoint_policy
 from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
 from .swap.compare import compare
@@ -49,6 +50,7 @@ __all__ = [
     "attention",
     "attention_maps",
     "backend",
+    "checkpoint_policy",
     "compare",
     "create_vit",
     "gated_mlp",

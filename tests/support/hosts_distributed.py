@@ -10,6 +10,7 @@ import copy
 import os
 import sys
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 
-KINDS = ("ddp", "fsdp2", "fsdp2_checkpoint", "fsdp2_mixed_checkpoint")
+KINDS = ("ddp", "fsdp2", "fsdp2_checkpoint", "fsdp2_mixed_checkpoint", "fsdp2_policy_checkpoint")
 STEPS, BATCH = 4, 4
 
 
@@ -43,10 +44,16 @@ def wrap(model: Any, kind: str) -> Any:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if "checkpoint" in kind:
-        from private import checkpoint_blocks
+        from private import checkpoint_blocks, checkpoint_wrapper
 
-        block = type(model.blocks[0])
-        checkpoint_blocks(model, check_fn=lambda m: isinstance(m, block))
+        from fastvit_kernels import checkpoint_policy
+
+        block, options = type(model.blocks[0]), {}
+        if "policy" in kind:
+            options = {"context_fn": checkpoint_policy("attention").context_fn}
+        checkpoint_blocks(
+            model, partial(checkpoint_wrapper, **options), lambda m: isinstance(m, block)
+        )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if "mixed" in kind:
@@ -109,7 +116,7 @@ def run(kind: str, rank: int, world: int) -> list[float]:
     from fastvit_kernels import set_backend
 
     # The interpreter is slow: the wrappers see the same modules whichever backend runs.
-    set_backend("auto" if kind == "ddp" else "torch")
+    set_backend("auto" if kind == "ddp" or "policy" in kind else "torch")
     model = build()
     if world > 1:
         return train(wrap(model, kind), rank, world)

@@ -53,6 +53,8 @@ NAMES = {
     # puts blocks into torch.distributed's wrapper, which runs their forward again
     "checkpoint_blocks": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:"
     "apply_activation_checkpointing",
+    "checkpoint_wrapper": "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:"
+    "checkpoint_wrapper",
     # the context variable of what gives a kernel of Triton its scratch memory
     "kernels_allocator": "triton.runtime._allocation:_allocator",
 }

@@ -36,6 +36,7 @@ def losses(tmp_path_factory):
         ("fsdp2", 1e-5),
         ("fsdp2_checkpoint", 1e-5),
         ("fsdp2_mixed_checkpoint", 1e-4),
+        ("fsdp2_policy_checkpoint", 1e-5),
     ],
 )
 def test_two_processes_give_the_losses_of_one(losses, kind, tolerance):
