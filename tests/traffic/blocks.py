@@ -18,10 +18,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bench.ops import SPREAD, lengths
 from bench.providers import VITS, Shape
-from fastvit_kernels import attention, backend, patch_embed, swap_in, varlen_attention
+from fastvit_kernels import (
+    attention,
+    backend,
+    checkpoint_policy,
+    patch_embed,
+    swap_in,
+    varlen_attention,
+)
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
@@ -30,7 +42,7 @@ from fastvit_kernels.swap.apply import Memory
 from fastvit_kernels.tools.aot import tensor_bytes
 from tests.support.private import compiler_with
 
-from .counting import Count, Step, counting
+from .counting import Count, Step, counting, keep
 
 BATCH, SIZE, PATCH = 256, 224, 16
 TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)
@@ -80,19 +92,34 @@ def count_step(model: nn.Module, batch: int = BATCH) -> Step:
     """One training step under bf16 autocast, fp32 parameters."""
     with counting() as count:
         state: dict[str, Tensor] = {
-            name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()
+            f"model.{name}": nn.Parameter(torch.empty(p.shape))
+            for name, p in model.named_parameters()
         }
-        state |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
+        state |= {
+            f"model.{name}": torch.empty(b.shape, dtype=b.dtype)
+            for name, b in model.named_buffers()
+        }
         images = torch.empty(batch, 3, SIZE, SIZE)
         labels = torch.zeros(batch, dtype=torch.long)
         count.calls.clear()
+        return torch.func.functional_call(_OneStep(model, count), state, (images, labels))
+
+
+class _OneStep(nn.Module):
+    """Forward and backward in one call: a checkpoint reads its parameters in both."""
+
+    def __init__(self, model: nn.Module, count: Count):
+        super().__init__()
+        self.model, self.count = model, count
+
+    def forward(self, images: Tensor, labels: Tensor) -> Step:
+        count = self.count
         with torch.autocast("cpu", torch.bfloat16):
-            logits = torch.func.functional_call(model, state, images)
+            logits = self.model(images)
         forward = len(count.calls), count.bytes
-        kept = activation_bytes(count.kept.values(), model)
+        kept = activation_bytes(count.kept.values(), self.model)
         F.cross_entropy(logits.float(), labels).backward()
-        backward = len(count.calls) - forward[0], count.bytes - forward[1]
-    return Step(forward, backward, kept)
+        return Step(forward, (len(count.calls) - forward[0], count.bytes - forward[1]), kept)
 
 
 def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
@@ -135,10 +162,42 @@ PROVIDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], Any]]]
     'swapped, memory="low"': (partial(swapped, memory="low"), lambda: backend("triton")),
     "swapped, Triton GEMMs": (swapped, lambda: _triton_gemms()),
 }
+CHECKPOINTS = {"no policy": None, '"attention"': "attention", '"matmul"': "matmul"}
+
+
+def checkpointed(model: Any, name: Any, swaps: bool) -> nn.Module:
+    """A checkpoint around each block; what a policy keeps of it counts as kept."""
+    options: dict[str, Any] = {}
+    if name is not None:
+        policy = checkpoint_policy(name)
+
+        def and_count(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            chosen = policy(ctx, op, *args, **kwargs)
+            if chosen is CheckpointPolicy.MUST_SAVE:
+                keep(ctx.op_output)
+            return chosen
+
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, and_count)
+
+    def run(x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **options)
+        return x
+
+    model.blocks.forward = run
+    return swapped(model) if swaps else model
+
+
 DROPPED = (0.3, 0.4)  # rates at which a block masks, and skips
 SKIPPING = {"swapped, masks": "swapped", 'swapped, drop_path="skip"': "skip"}
 PROVIDERS_OF_DROPPED = {
-    "skip": (partial(swapped, drop_path="skip"), lambda: backend("triton")), **PROVIDERS
+    "skip": (partial(swapped, drop_path="skip"), lambda: backend("triton")), **PROVIDERS,
+    **{
+        f"{kind}, checkpoint, {given}": (
+            partial(checkpointed, name=name, swaps=kind == "swapped"), lambda: backend("triton")
+        )
+        for kind in ("timm", "swapped") for given, name in CHECKPOINTS.items()
+    },
 }  # fmt: skip
 
 
@@ -206,6 +265,11 @@ def rows() -> Iterator[tuple[str, ...]]:
         for name, provider in (("timm", "timm"), *SKIPPING.items()):
             step = block("L", provider, partial(vit, drop_path=rate))
             yield _row(f"ViT-L/{PATCH}, drop_path {rate}", name, step, TOKENS * VITS["L"][0], None)
+    for provider in PROVIDERS_OF_DROPPED:
+        if "checkpoint" in provider:
+            yield _row(
+                f"ViT-B/{PATCH}", provider, block("B", provider), TOKENS * VITS["B"][0], None
+            )
     for name, model in TOWERS.items():
         here = tower(model, 1)
         tokens = BATCH * (here.patch_embed.num_patches + here.num_prefix_tokens)

@@ -140,6 +140,17 @@ def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
     return all(place_of_storage(x.untyped_storage()) in places for x in results)
 
 
+_KEPT: list[dict[int, Tensor]] = []  # of the counts under way
+
+
+def keep(tree: Any) -> Any:
+    """Its tensors count as kept, each storage once."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor):
+            _KEPT[-1][place_of_storage(x.untyped_storage())] = x
+    return tree
+
+
 @contextmanager
 def counting() -> Iterator[Count]:
     """Inside, on fake tensors, torch's operators and Triton's launches join the yielded count."""
@@ -157,11 +168,6 @@ def counting() -> Iterator[Count]:
     def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
         return out
-
-    def keep(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            count.kept[place_of_storage(x.untyped_storage())] = x
-        return x
 
     class Hooks(saved_tensors_hooks):
         """Those that a model sets inside ours take our place: what they keep counts too."""
@@ -184,7 +190,11 @@ def counting() -> Iterator[Count]:
         _MasksAsOnCuda(),
         mode,
     ):
-        yield count
+        _KEPT.append(count.kept)
+        try:
+            yield count
+        finally:
+            _KEPT.pop()
 
 
 class Step(NamedTuple):

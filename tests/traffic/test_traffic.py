@@ -69,6 +69,18 @@ def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():
     assert _units(skips.kept) == pytest.approx(8 + kept * (_units(masks.kept) - 8), rel=0.01)
 
 
+def test_traffic_of_checkpoints():
+    """Beside x: out and lse; then qkv and the sum with the projection."""
+    nothing, attention, matmul = (
+        traffic.block("S", f"swapped, checkpoint, {name}") for name in traffic.CHECKPOINTS
+    )
+    lse = 4 * 6 / C
+    kept = [_units(step.kept) for step in (nothing, attention, matmul)]
+    assert kept == pytest.approx([4, 6 + lse, 16 + lse], abs=0.01)
+    assert nothing.forward == attention.forward == matmul.forward
+    assert nothing.backward[0] - attention.backward[0] == 2  # attention, fc2
+
+
 def test_traffic_minimum_is_the_sum_of_its_parts():
     forward, backward = (sum(traffic.MINIMUM[side].values()) for side in ("forward", "backward"))
     assert (forward, backward, traffic.KEPT) == (72, 128, 28)
