@@ -9,6 +9,7 @@ from .runtime import compat as compat  # before all others: it refuses a torch t
 # isort: split
 from .models.attention_maps import attention_maps
 from .models.gated_mlp import GluMlp, SwiGLU
+from .models.masked import MaskedDecoder
 from .models.modules import Attention, Mlp, PatchEmbed
 from .models.norms import LayerNorm, RmsNorm
 from .models.presets import create_vit
@@ -39,6 +40,7 @@ __all__ = [
     "Block",
     "GluMlp",
     "LayerNorm",
+    "MaskedDecoder",
     "Mlp",
     "ModelStatus",
     "PatchEmbed",

@@ -143,6 +143,7 @@ class ViTConfig(_Checked):
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     patch_drop_rate: Dropout = 0.0
+    mask_token: Flag = False
     weight_init: WeightInit = ""
     fix_init: Flag = False
     device: torch.device | str | None = None

@@ -1,8 +1,11 @@
-"""Patch dropout: a training step on some patches of each image, drawn anew at every step."""
+"""Some patches of each image: drawn anew at every step, or given; a token in place of others."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checks import Dropout, checked
@@ -40,3 +43,40 @@ def kept_tables(tables: Tables, keep: Tensor | None) -> Tables:
         return tables
     cos, sin = tables
     return cos[keep], sin[keep]
+
+
+def check_patches(
+    model: Any, images: Tensor, num_patches: int, keep: Tensor | None, mask: Tensor | None
+) -> None:
+    """Raise unless `forward_features` can take them; values are not looked at."""
+    op, B = "forward_features", images.shape[0]
+    if keep is not None and mask is not None:
+        raise ValueError(f"{op}: give keep or mask, got both")
+    if keep is not None:
+        check_of_patches(op, "keep", keep, torch.int64, B, 1, num_patches)
+    if mask is not None:
+        check_of_patches(op, "mask", mask, torch.bool, B, num_patches, num_patches)
+        if model.mask_token is None:
+            raise ValueError(f"{op}: mask needs a model with mask_token=True, got one without")
+
+
+def check_of_patches(
+    op: str, name: str, x: object, dtype: torch.dtype, batch: int, least: int = 1, most: int = 2**31
+) -> None:
+    """Raise unless x is (batch, from least to most) of this dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
+    fits = x.ndim == 2 and len(x) == batch and least <= x.shape[1] <= most
+    if x.dtype is not dtype or not fits:
+        counts = f"{most}" if least == most else f"{least} to {most}"
+        raise ValueError(
+            f"{op}: {name} must be {dtype} ({batch}, {counts}), got {x.dtype} {tuple(x.shape)}"
+        )
+
+
+def masked(x: Tensor, mask: Tensor, token: Tensor, positions: Tensor | None) -> Tensor:
+    """x (B, n + P, C) with the token and its position where mask (B, P) is True."""
+    if positions is not None:
+        token = token + F.pad(positions, (0, 0, x.shape[1] - positions.shape[1], 0))
+    mask = F.pad(mask, (x.shape[1] - mask.shape[1], 0))
+    return torch.where(mask.unsqueeze(-1), token.to(x.dtype), x)

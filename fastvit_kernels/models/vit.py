@@ -19,7 +19,7 @@ from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, rebuilt_output
-from .patch_dropout import PatchDropout, kept_tables
+from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
 from .positions import resize_positions
 from .rope_tables import RotaryEmbedding, Tables
 
@@ -96,6 +96,7 @@ class VisionTransformer(nn.Module):
                       convolutions before the projection
     dynamic_img_size  images of any size: learned positions are resampled, rotary ones computed
     mean, std         numbers for each channel: uint8 images too, normalised as they are read
+    mask_token        a learned token, which forward_features puts in place of masked patches
     patch_drop_rate   a training step leaves out that share of each image's patches, unread
     drop_path         "skip": a branch computes nothing for the samples it drops, a fixed count at
                       each step, as DINOv2; docs/drop_path.md
@@ -119,6 +120,7 @@ class VisionTransformer(nn.Module):
         )  # fmt: skip
         self.cls_token = self._tokens(1 if c.class_token else None)
         self.reg_token = self._tokens(c.reg_tokens or None)
+        self.mask_token = self._tokens(1 if c.mask_token else None)
         positions = self.patch_embed.num_patches
         positions += 0 if c.no_embed_class else c.num_prefix_tokens
         self.pos_embed = self._tokens(positions if c.pos_embed == "learn" else None)
@@ -161,7 +163,7 @@ class VisionTransformer(nn.Module):
         init_weights(self, mode or self.weight_init_mode, self.num_classes)
         if self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        for token in (self.cls_token, self.reg_token):
+        for token in (self.cls_token, self.reg_token, self.mask_token):
             if token is not None:
                 nn.init.normal_(token, std=1e-6)
         if self.fix_init:
@@ -169,16 +171,31 @@ class VisionTransformer(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that an optimizer should not decay; timm's optimizers ask for them."""
-        return {"cls_token", "reg_token", "pos_embed"}
+        return {"cls_token", "reg_token", "pos_embed", "mask_token"}
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """(B, in_chans, height, width) -> (B, T, C), the tokens after the last block and norm."""
+    def forward_features(
+        self, images: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, in_chans, height, width) -> (B, T, C), the tokens after the last block and norm.
+
+        Args:
+            keep: (B, K) int64, distinct patches of each image: the others are not read, and T is
+                the prefix and K (MAE, a context of JEPA).
+            mask: (B, P) boolean: True is a patch in whose place `mask_token` stands (SimMIM, iBOT).
+        Raises: ValueError, TypeError for a keep or mask that does not fit; both; a mask without
+            `mask_token`.
+        """
         tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else None
         grid = self.patch_embed.grid_of(images)
-        keep = self.patch_drop(images, grid[0] * grid[1])
-        x = self.pos_drop(self.patch_embed(images, prefix, self._positions(grid), keep))
-        x = self.norm_pre(x)
+        check_patches(self, images, grid[0] * grid[1], keep, mask)
+        if keep is None and mask is None:
+            keep = self.patch_drop(images, grid[0] * grid[1])
+        positions = self._positions(grid)
+        x = self.patch_embed(images, prefix, positions, keep)
+        if mask is not None:
+            x = masked(x, mask, self.mask_token, positions)
+        x = self.norm_pre(self.pos_drop(x))
         rope = self.rope
         x = self.blocks(x) if rope is None else self.blocks(x, kept_tables(rope(grid), keep))
         return self.norm(x)

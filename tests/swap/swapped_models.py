@@ -37,9 +37,9 @@ class HandWritten(nn.Module):
 class TimmLike(nn.Module):
     """Gives a transformers model the call of the others."""
 
-    def __init__(self, name):
+    def __init__(self, name, **settings):
         super().__init__()
-        self.model, self.inputs = hf_small(name)
+        self.model, self.inputs = hf_small(name, **settings)
 
     def forward(self, images):
         return self.model(pixel_values=images).last_hidden_state
