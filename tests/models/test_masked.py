@@ -7,7 +7,7 @@ import torch
 from numerics import DEVICE
 from torch import nn
 
-from fastvit_kernels import MaskedDecoder, VisionTransformer, backend
+from fastvit_kernels import MaskedDecoder, VisionTransformer, backend, load_weights
 from tests.support.model_parity import randomise
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=0)
@@ -73,6 +73,23 @@ def test_a_token_stands_in_place_of_masked_patches(no_embed_class):
     assert got.isfinite().all()
     none = torch.zeros_like(mask)
     assert torch.equal(model.forward_features(images, mask=none), model.forward_features(images))
+
+
+def test_masks_are_dinov2s():
+    """The authors' token, (1, C), is loaded; features of masked images are the host's."""
+    transformers = pytest.importorskip("transformers")
+    host = randomise(transformers.Dinov2Model(transformers.Dinov2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4,
+    )))  # fmt: skip
+    model = encoder(init_values=1.0)
+    report = load_weights(model, host.state_dict())
+    assert not (report.missing or report.unexpected)
+    images, _, hidden = drawn()
+    mask = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE).scatter(1, hidden[:, :7], True)
+    wanted = host(images, bool_masked_pos=mask).last_hidden_state
+    torch.testing.assert_close(
+        model.forward_features(images, mask=mask), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_decoder_is_maes():
