@@ -1,7 +1,7 @@
 """What a selective checkpoint keeps of its forward, by what running it again would cost.
 
 A policy sees operators, torch's and ours, by their names: so it knows those of other releases and
-packages too. Counts: docs/compile.md, "Checkpoints".
+packages too. Counts: docs/swap.md.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ _MAPS = "models/test_attention_maps.py::"
 _INIT = "models/test_vit.py::test_initial_weights_are_timms"
 _PRESET = f"{_ROPE_MODELS}test_create_vit_computes_what_timms_does"
 _ACCURACY = "support/test_accuracy.py::"
+_MASKED = "models/test_masked.py::"
 FAULTS = [
     Fault(
         "model-pairing", "models/modules.py", "Attention._attend",
@@ -702,5 +703,32 @@ FAULTS = [
         "an image that holds no patch is not refused",
         "if self.strict_img_size or not all(grid):", "if self.strict_img_size:",
         only=("models/test_vit.py::test_image_of_another_size_is_rejected",),
+    ),
+    Fault(
+        "model-mask-places", "models/patch_dropout.py", "masked",
+        "masked patches stand at no position", "token + F.pad(", "token + 0 * F.pad(",
+        only=(f"{_MASKED}test_a_token_stands_in_place_of_masked_patches[False]",),
+    ),
+    Fault(
+        "model-keep-and-mask", "models/patch_dropout.py", "check_patches",
+        "a mask beside kept patches is put on others", "keep is not None and mask is not None",
+        "False", only=(f"{_MASKED}test_what_does_not_fit_is_refused",),
+    ),
+    Fault(
+        "model-decoder-places", "models/masked.py", "MaskedDecoder.forward",
+        "kept patches stand at no position", "kept + positions[keep]", "kept",
+        only=(f"{_MASKED}test_the_decoder_is_maes",),
+    ),
+    Fault(
+        "model-decoder-sets", "models/masked.py", "MaskedDecoder.forward",
+        "target sets read the contexts of other images", "context.repeat(len(places), 1, 1)",
+        "context.repeat_interleave(len(places), 0)",
+        only=(f"{_MASKED}test_target_sets_are_those_of_each_alone",),
+    ),
+    Fault(
+        "weights-mask-token", "weights/load.py", "_load",
+        "the authors' mask token is left out", 'tensors and "mask_token" in targets',
+        'tensors and "mask_token" in tensors',
+        only=(f"{_MASKED}test_masks_are_dinov2s",),
     ),
 ]  # fmt: skip

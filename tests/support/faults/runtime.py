@@ -4,6 +4,7 @@ from .fault import Fault
 
 COMPAT = "runtime/test_compat.py"
 WITHOUT = f"{COMPAT}::test_a_swapped_model_without"
+POLICY, OF_POLICY = "runtime/checkpoint_policy.py", "swap/test_checkpoint_policy.py::"
 
 FAULTS: list[Fault] = [
     Fault(
@@ -68,5 +69,20 @@ FAULTS: list[Fault] = [
         "cls is None and _is_read_through(name, self.modules)",
         "False",
         only=("swap/test_recognise.py::test_a_second_call_swaps_nothing_that_a_wider_part_reads",),
+    ),
+    Fault(
+        "policy-attention-again", POLICY, "kind_of", "our attention is computed again",
+        'return "attention"', "return None",
+        only=(f"{OF_POLICY}test_attention_runs_once[swapped-attention]",),
+    ),
+    Fault(
+        "policy-keeps-activations", POLICY, "kind_of", "fc1's outputs are kept, 16 C bytes a token",
+        'return None if activation else "product"', 'return "product"',
+        only=(f"{OF_POLICY}test_what_is_kept[swapped]",),
+    ),
+    Fault(
+        "policy-silent", POLICY, "checkpoint_policy",
+        "nothing is said of a policy that keeps nothing", "if ran == [False]:", "if False:",
+        only=(f"{OF_POLICY}test_what_is_wrong_is_said",),
     ),
 ]  # fmt: skip
