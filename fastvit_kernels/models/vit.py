@@ -193,7 +193,7 @@ class VisionTransformer(nn.Module):
             keep = self.patch_drop(images, grid[0] * grid[1])
         positions = self._positions(grid)
         x = self.patch_embed(images, prefix, positions, keep)
-        if mask is not None:
+        if mask is not None and self.mask_token is not None:
             x = masked(x, mask, self.mask_token, positions)
         x = self.norm_pre(self.pos_drop(x))
         rope = self.rope
