@@ -32,6 +32,7 @@ from .runtime.version import __version__ as __version__
 from .swap.apply import SwapReport, swap_in, swap_out
 from .swap.compare import compare
 from .swap.hosts.transformers import register_attention
+from .swap.packed import packed
 from .swap.status import ModelStatus, status, watch
 from .weights.load import WeightsReport, load_weights
 
@@ -63,6 +64,7 @@ __all__ = [
     "linear",
     "load_weights",
     "mlp",
+    "packed",
     "patch_embed",
     "qkv_attention",
     "register_attention",

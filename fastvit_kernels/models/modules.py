@@ -28,6 +28,7 @@ from ..runtime.arguments import check_int, check_tensor
 from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
 from .checks import Activation, Count, Dropout, Flag, Number, Rate, checked
 from .norms import LayerNorm, NormLayer, RmsNorm
+from .packing import Packing
 from .rope_tables import Tables
 
 Size = int | Sequence[int]  # a square's side, or (height, width)
@@ -283,11 +284,30 @@ class Attention(nn.Module):
             prefix_tokens=prefix_tokens, **shared, **norms,
         )  # fmt: skip
 
+    def _attend_packed(self, x: Tensor, packing: Packing) -> Tensor:
+        """(total, C) -> (total, H, D), within each sequence; qkv is plain, its norms are ours."""
+        if packing.given[0]["rope"] is None:
+            cos, sin = x.new_empty((2, 0, 2), dtype=torch.float32).unbind(0)
+        else:
+            cos, sin = packing.rows("rope", lambda place, size: packing.given[place]["rope"])
+        norms, bias = _head_norms(self.q_norm, self.k_norm), self._bias_apart()
+        assert norms is not None
+        return rope_attention(
+            x.unsqueeze(0), self.qkv.weight, self.qkv.bias if bias is None else bias, cos=cos,
+            sin=sin, num_heads=self.num_heads, interleaved=not self.rotate_half,
+            prefix_tokens=len(x) - cos.shape[-2], cu_seqlens=packing.cu_seqlens,
+            dropout_p=self.attn_drop.p if self.training else 0.0, max_seqlen=packing.longest,
+            **norms,
+        ).squeeze(0)  # fmt: skip
+
     def forward(
         self, x: Tensor, residual=None, layer_scale=None, row_scale=None,
-        rope: Tables | None = None,
+        rope: Tables | None = None, packing: Packing | None = None,
     ) -> Tensor:  # fmt: skip
-        out = self._attend(x, rope).flatten(2)
+        if packing is None:
+            out = self._attend(x, rope).flatten(2)
+        else:
+            out = self._attend_packed(x, packing).flatten(1)
         if is_plain(self.proj) and (not self.training or self.proj_drop.p == 0):
             return linear(
                 out, self.proj.weight, self.proj.bias,
@@ -343,9 +363,12 @@ class DropPath(nn.Module):
         super().__init__()
         self.drop_prob, self.mode = drop_prob, mode
 
+    def skips(self) -> bool:
+        return self.mode == "skip" and self.training and self.drop_prob > 0
+
     def samples(self, x: Tensor) -> Tensor | None:
         """What `keep_samples` gives, or None if nothing is skipped."""
-        if self.mode != "skip" or not self.training or self.drop_prob == 0 or x.shape[0] == 0:
+        if not self.skips() or x.shape[0] == 0:
             return None
         return keep_samples(x.shape[0], self.drop_prob, x.device)
 

@@ -8,7 +8,10 @@ state_dict keys are timm's, so its checkpoints load unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +22,12 @@ from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, rebuilt_output
+from .packing import Packing
 from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
 from .positions import resize_positions
 from .rope_tables import RotaryEmbedding, Tables
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block(nn.Module):
@@ -46,26 +52,39 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)
         self.memory = c.memory
 
-    def forward(self, x: Tensor, rope: Tables | None = None) -> Tensor:
-        x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, rope=rope)
-        return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2)
+    def forward(
+        self, x: Tensor, rope: Tables | None = None, packing: Packing | None = None
+    ) -> Tensor:
+        """(B, T, C); with a packing, which is given each size's rope, (total, C)."""
+        given: dict[str, Any] = {"rope": rope} if packing is None else {"packing": packing}
+        x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, packing, given)
+        return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2, packing)
 
     def _add(
         self, x: Tensor, norm: nn.Module, branch: nn.Module, scale: LayerScale | None,
-        drop_path: DropPath, **more: Tables | None,
+        drop_path: DropPath, packing: Packing | None, more: Mapping[str, Any] = NOTHING,
     ) -> Tensor:  # fmt: skip
         """x + branch(norm(x)); the branch's last product applies LayerScale and DropPath.
 
         memory="low": the backward rebuilds what norm gave, and the sum that norm2 read.
         """
-        samples = drop_path.samples(x)
+        gamma = None if scale is None else scale.gamma
+        if packing is not None and drop_path.skips():
+            tokens, factors, kept = packing.drawn(drop_path.drop_prob, x)
+            more = {"packing": kept} if more else more
+            y = branch(norm(x[tokens]), None, gamma, factors, **more)
+            return x.index_add(0, tokens, y.to(x.dtype))
+        samples = None if packing is not None else drop_path.samples(x)
         given = {} if samples is None else {"samples": samples}  # a replacement may not accept it
         low = self.memory == "low" and can_rebuild(norm)
         with rebuilt_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
             y, x = norm(x, and_input=True, **given)
         with rebuilt_output(norm, y, x, recompute_fn, samples) if low else nullcontext():
-            rows = drop_path.row_scale(x) if samples is None else samples
-            return branch(y, x, None if scale is None else scale.gamma, rows, **more)
+            if packing is not None:
+                rows = packing.factors(drop_path.row_scale, x)
+            else:
+                rows = drop_path.row_scale(x) if samples is None else samples
+            return branch(y, x, gamma, rows, **more)
 
 
 class Blocks(nn.Sequential):

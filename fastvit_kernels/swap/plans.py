@@ -54,6 +54,7 @@ class Known(NamedTuple):
 class Plan(NamedTuple):
     run: Run
     takes: set[Any]  # kinds of input that the fused forward takes, without other arguments
+    found: dict[str, Any]  # what else was asked of this state
 
     def note(self, x: Any, extras: dict[str, Any]) -> None:
         """That a call takes the fused forward."""
@@ -188,7 +189,7 @@ def learn(module: Any, x: Any, extras: dict[str, Any]) -> None:
             run = module.fused_resolved(lambda part: places[id(part)])
         except KeyError:  # a part inside a module that is only looked through
             run = None
-        found.plans[state] = Plan(run or _undecided, set())
+        found.plans[state] = Plan(run or _undecided, set(), {})
     found.plans[state].note(x, extras)
 
 

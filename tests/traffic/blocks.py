@@ -30,6 +30,7 @@ from fastvit_kernels import (
     attention,
     backend,
     checkpoint_policy,
+    packed,
     patch_embed,
     swap_in,
     varlen_attention,
@@ -66,7 +67,7 @@ WEIGHTS = {"forward": 4 + 2 + 2, "backward": 2 + 4}
 KEPT = 4 + 2 + 6 + 2 + 4 + 2 + 8
 
 
-def vit(size: str, depth: int, drop_path: float = 0.0) -> nn.Module:
+def vit(size: str, depth: int, drop_path: float = 0.0, **more: Any) -> nn.Module:
     """timm's ViT of this width, on the meta device; its last block with this DropPath."""
     define_torchvision_operators()
     from timm.models.vision_transformer import VisionTransformer
@@ -75,17 +76,17 @@ def vit(size: str, depth: int, drop_path: float = 0.0) -> nn.Module:
     with torch.device("meta"):
         return VisionTransformer(
             img_size=SIZE, patch_size=PATCH, embed_dim=C, depth=depth, num_heads=heads,
-            mlp_ratio=hidden / C, drop_path_rate=drop_path,
+            mlp_ratio=hidden / C, drop_path_rate=drop_path, **more,
         )  # fmt: skip
 
 
-def tower(name: str, depth: int) -> Any:
+def tower(name: str, depth: int, **more: Any) -> Any:
     """A model of timm's by its name, on the meta device."""
     define_torchvision_operators()
     from timm import create_model
 
     with torch.device("meta"):
-        return create_model(name, depth=depth, img_size=SIZE)
+        return create_model(name, depth=depth, img_size=SIZE, **more)
 
 
 def count_step(model: nn.Module, batch: int = BATCH) -> Step:
@@ -120,6 +121,46 @@ class _OneStep(nn.Module):
         kept = activation_bytes(count.kept.values(), self.model)
         F.cross_entropy(logits.float(), labels).backward()
         return Step(forward, (len(count.calls) - forward[0], count.bytes - forward[1]), kept)
+
+
+class EachSize(nn.Module):
+    """A model on each size of crops alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, crops: list[Tensor]) -> list[Tensor]:
+        return [self.model(images) for images in crops]
+
+
+def count_crops(model: nn.Module) -> Step:
+    """`count_step` of CROPS, for what takes a list of them."""
+    with counting() as count:
+        state = {name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()}
+        state |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
+        crops = [torch.empty(PICTURES * n, 3, size, size) for n, size in CROPS]
+        count.calls.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = torch.func.functional_call(model, state, (crops,))
+        forward = len(count.calls), count.bytes
+        kept = activation_bytes(count.kept.values(), model)
+        torch.autograd.backward(outs, [torch.empty_like(y) for y in outs])
+        backward = len(count.calls) - forward[0], count.bytes - forward[1]
+    assert getattr(model, "alone", None) is None, model
+    return Step(forward, backward, kept)
+
+
+def crops_block(provider: str, build: Callable[[int], nn.Module]) -> Step:
+    """What one block adds to a step of CROPS."""
+    steps = []
+    for depth in (1, 2):
+        with backend("triton"):
+            model = build(depth)
+            if provider != "timm":
+                swap_in(model)
+            steps.append(count_crops((packed if provider == "packed" else EachSize)(model)))
+    return steps[1].less(steps[0])
 
 
 def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
@@ -217,6 +258,14 @@ TOWERS = {
 }
 
 
+CROPS, PICTURES = ((2, 224), (8, 96)), 32  # DINOv2's views of each picture
+# The models that see them, and their tokens before the patches.
+OF_CROPS: dict[str, tuple[Any, int]] = {
+    "ViT-B/16": (partial(vit, "B"), 1),
+    "DINOv3 ViT-B (rope)": (partial(tower, "vit_base_patch16_dinov3"), 5),
+}
+
+
 def block(size: str, provider: str, build: Callable[[str, int], nn.Module] = vit) -> Step:
     """What one block adds to a step."""
     prepare, context = PROVIDERS_OF_DROPPED[provider]
@@ -276,6 +325,12 @@ def rows() -> Iterator[tuple[str, ...]]:
         for provider in ("timm", "swapped", 'swapped, memory="low"'):
             step = block(model, provider, tower)
             yield _row(name, provider, step, tokens * here.embed_dim, None)
+    sizes = " and ".join(f"{PICTURES * n} of {size}" for n, size in CROPS)
+    for name, (build, prefix) in OF_CROPS.items():
+        tokens = PICTURES * sum(n * ((size // PATCH) ** 2 + prefix) for n, size in CROPS)
+        for provider in ("timm", "each size", "packed"):
+            step = crops_block(provider, partial(build, dynamic_img_size=True))
+            yield _row(f"{name}, {sizes}", provider, step, tokens * VITS["B"][0], None)
 
 
 # --- patch embedding and attention alone, where inputs need not be moved. Attention in bf16, with

@@ -94,6 +94,15 @@ def test_traffic_of_a_tower_with_rope():
     assert sum(step.forward) + sum(step.backward) < 0.5 * (sum(eager.forward) + sum(eager.backward))
 
 
+def test_traffic_of_crops_in_one_pass():
+    """Half of the launches, no byte more: weights are cast and read once, not for each size."""
+    build = partial(traffic.vit, "S", dynamic_img_size=True)
+    alone, packed = (traffic.crops_block(way, build) for way in ("each size", "packed"))
+    assert sum(side[0] for side in packed[:2]) < 0.5 * sum(side[0] for side in alone[:2])
+    assert packed.forward[1] < alone.forward[1] and packed.backward[1] < alone.backward[1]
+    assert packed.kept < 1.01 * alone.kept
+
+
 def test_traffic_of_bytes_and_of_kept_patches():
     """An image's bytes move once forward and once for dweight, those of dropped patches never."""
     whole, uint8, kept = (traffic.patches("S", way, True) for way in traffic.IMAGES[:3])
@@ -158,6 +167,7 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
     step = traffic.Step((3, 50 * unit), (4, 23 * unit), 7 * unit)
     built = []
     monkeypatch.setattr(traffic, "block", lambda *given: built.append(given) or step)
+    monkeypatch.setattr(traffic, "crops_block", lambda *given: step)
     monkeypatch.setattr(traffic, "kept_by_partitioner", lambda size, depth: depth)
     page, found = _cells(traffic.HEADER), list(traffic.rows())
     assert [row[:2] for row in found] == [row[:2] for row in page]

@@ -45,10 +45,13 @@ def varlen_attention_ref(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The specification of `varlen_attention`: `attention_ref` of each sequence alone."""
+    """The specification of `varlen_attention`: `attention_ref` of each sequence alone; those in a
+    row that have one length are its batch."""
     lengths = lengths_of("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
-    parts = (part.unsqueeze(0) for part in qkv.split(lengths))
-    outs = [attention_ref(part, scale, dropout_p).squeeze(0) for part in parts]
+    sizes = [(len([*same]), length) for length, same in itertools.groupby(lengths)]
+    parts = zip(qkv.split([B * T for B, T in sizes]), sizes, strict=True)
+    batches = (part.unflatten(0, size) for part, size in parts)
+    outs = [attention_ref(x, scale, dropout_p).flatten(0, 1) for x in batches]
     return torch.cat(outs) if outs else qkv[:, 0]
 
 

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...models.packing import Packing
 from ...ops.attention.functions import MAX_D, attention
 from ...ops.attention.projected import qkv_attention
 from ...ops.attention.rotary import rope_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
+from ...ops.attention.varlen import varlen_attention
 from ...ops.linear.functions import linear
 from ...ops.rope import rope
 from ...runtime.plain import is_raw
@@ -62,16 +64,25 @@ def _hides_keys(mask: Tensor) -> bool:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, is_causal: bool = False,
+    scale: float | None = None, is_causal: bool = False, packing: Packing | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
-    for its first axis, a divisor of B."""
+    for its first axis, a divisor of B. With a packing B is 1, here and below."""
+    if packing is not None:
+        qkv = torch.stack([t.squeeze(0).transpose(0, 1) for t in (q, k, v)], dim=1)
+        return within(packing, qkv, scale, dropout_p)
     if mask is not None and mask.ndim == 4 and mask.shape[0] not in (1, q.shape[0]):
         mask = mask.repeat(len(q) // len(mask), 1, 1, 1)
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale
     )
     return out.transpose(1, 2)
+
+
+def within(packing: Packing, qkv: Tensor, scale: float | None, dropout_p: float) -> Tensor:
+    """qkv (total, 3, H, D) -> (1, total, H, D)"""
+    starts, most = packing.cu_seqlens, packing.longest
+    return varlen_attention(qkv, starts, most, scale=scale, dropout_p=dropout_p).unsqueeze(0)
 
 
 class Turn(NamedTuple):
@@ -152,27 +163,34 @@ def turned(q: Tensor, k: Tensor, turn: Turn | None, norms: HeadNorms) -> tuple[T
 def attend_qkv(
     qkv: Tensor, turn: Turn | None = None, norms: HeadNorms = NO_NORMS, *,
     mask: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:  # fmt: skip
     """qkv (B, T, 3, H, D); mask as for `attend`."""
     plain = turn is None and norms.norm is None and qkv.stride(-1) == 1
+    if plain and packing is not None:
+        return within(packing, qkv.squeeze(0), scale, dropout_p)
     if plain and packable(qkv.shape[-1], dropout_p):
         return attention(qkv, attn_mask=mask, scale=scale, dropout_p=dropout_p)
     q, k, v = unpack(qkv)
     q, k = turned(q, k, turn, norms)
-    return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale)
+    return attend(q, k, v, mask=mask, dropout_p=dropout_p, scale=scale, packing=packing)
 
 
 def attend_weights(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, turn: Turn | None = None,
     norms: HeadNorms = NO_NORMS, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None,
+    scale: float | None = None, packing: Packing | None = None,
 ) -> Tensor:  # fmt: skip
     """x (B, T, C), and weight (3HD, C) and bias of the projection to q, k and v."""
     given: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p)
-    if mask is not None or not packable(weight.shape[0] // (3 * num_heads), dropout_p):
+    plain = turn is None and norms.norm is None
+    apart = mask is not None or not packable(weight.shape[0] // (3 * num_heads), dropout_p)
+    if apart or (plain and packing is not None):
         qkv = linear(x, weight, bias).unflatten(-1, (3, num_heads, -1))
-        return attend_qkv(qkv, turn, norms, mask=mask, **given)
-    if turn is None and norms.norm is None:
+        return attend_qkv(qkv, turn, norms, mask=mask, packing=packing, **given)
+    if packing is not None:
+        given |= dict(cu_seqlens=packing.cu_seqlens, max_seqlen=packing.longest)
+    elif plain:
         return qkv_attention(x, weight, bias, num_heads=num_heads, **given)
     given |= _arguments(turn, norms, x, x.shape[1])
     return rope_attention(x, weight, bias, num_heads=num_heads, **given)

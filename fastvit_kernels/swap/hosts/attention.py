@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...models.packing import Packing
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import is_plain
@@ -21,6 +22,10 @@ from .roles import Body, is_ours, planned_entry, weight_and_bias
 
 # (the plan's modules, x (B, T, C), the other arguments) -> (B, T, H, D)
 Heads = Callable[[list[Any], Tensor, dict[str, Any]], Tensor]
+Calls = Sequence[tuple[Tensor, dict[str, Any]]]  # x (B, T, C) and the other arguments, of each
+# What a class that runs packed has of Attention.
+_OF_SEQUENCES = ("fused_heads", "fused_attend", "fused_mask")
+_OF_SEQUENCES += ("fused_planned", "fused_planned_heads")
 
 
 class AttentionRoles(NamedTuple):
@@ -200,18 +205,56 @@ class Attention(Body):
         return Turn(sin, cos, interleaved) if "sin before cos" in roles.kernel else turn
 
     def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
-        """(B, T, C) -> (B, T, H, D)"""
+        """(B, T, C) -> (B, T, H, D); with a packing (total, C) -> (total, H, D)"""
+        if (packing := extras.get("packing")) is not None:
+            turn = self.fused_turns(x, packing, extras.get(self.fused_roles.rope))
+            return self.fused_attend(x.unsqueeze(0), turn=turn, packing=packing).squeeze(0)
         angles = extras.get(self.fused_roles.rope)
         turn = None if angles is None else self.fused_turn(x, angles)
         return self.fused_attend(x, self.fused_mask(x, extras), turn, angles)
 
+    def fused_turns(
+        self: Any, x: Tensor, packing: Packing, angles: tuple[Any, ...] | None
+    ) -> Turn | None:
+        """The tables for all tokens of x (total, C), of the angles of each size."""
+        if angles is None or angles[0] is None:
+            return None
+
+        def tables(place: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+            turn = self.fused_turn(x.new_empty((*size, 0)), angles[place])
+            return turn.cos, turn.sin
+
+        key = type(self), self.fused_head_dim(), self.fused_prefix(), *map(id, angles)
+        first = self.fused_turn(x.new_empty((*packing.whole.sizes[0], 0)), angles[0])
+        return Turn(*packing.rows(key, tables), first.interleaved)
+
+    def fused_unpacked(self: Any) -> str | None:
+        """Why it cannot see several sequences as one, whatever the call."""
+        roles, kind = self.fused_roles, type(self)
+        placed = roles.causal or roles.grid or roles.turn or tokens_of(self)
+        changed = any(getattr(kind, n) is not getattr(Attention, n) for n in _OF_SEQUENCES)
+        if placed or changed or self.fused_bias() is not None:
+            return "its attention knows where a token stands, or attends in another way"
+        fits = attend.packable(self.fused_head_dim(), self.fused_dropout_p())
+        return None if fits else f"no kernel for packed heads of {self.fused_head_dim()}"
+
+    def fused_unlike(self: Any, calls: Calls) -> str | None:
+        """Why these calls cannot."""
+        roles = self.fused_roles
+        if any(extras.get(roles.mask) is not None for _, extras in calls):
+            return "its attention is given a mask"
+        every = [(x, extras.get(roles.rope)) for x, extras in calls]
+        by_host = any(e is not None and self.fused_turn(x, e) is None for x, e in every)
+        return "its host turns queries and keys" if by_host else None
+
     def fused_attend(
         self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
-        angles: Any = None,
+        angles: Any = None, packing: Packing | None = None,
     ) -> Tensor:  # fmt: skip
         """(B, T, C) -> (B, T, H, D); angles without a turn are for the host's own function."""
         roles, D = self.fused_roles, self.fused_head_dim()
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())
+        given["packing"] = packing
         norms, by_host = self.fused_norms(), angles is not None and turn is None
         along: Any = tuple(part(self, n, None) for n in roles.along)
         along = () if None in along else along

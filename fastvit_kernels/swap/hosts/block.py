@@ -9,12 +9,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...models.packing import Packing
 from ...ops.common.samples import DropPathMode
-from ...runtime.plain import is_hooked
+from ...runtime.plain import is_hooked, is_plain
+from .. import plans
+from ..activations import activation_name
 from ..facts import leaves
 from ..plans import Run
 from . import fused
-from .attention import Attention, tokens_of
+from .attention import Attention, Calls, tokens_of
 from .branch import Branch, Step
 from .fused import Fused, Place, can_inline, example, part, row, width_of
 from .grids import Windows
@@ -63,6 +66,10 @@ def pre_norm(
     return row(mixin or Block, roles=roles, **attributes)
 
 
+# What a class whose blocks run packed has of Block.
+_OF_SEQUENCES = ("fused_resolved", "fused_context", "fused_branches", "fused_tail", "fused_body")
+
+
 class Unread:
     """Stands for an argument that nothing may read, in an example of a call."""
 
@@ -84,6 +91,30 @@ class InlineMlp(fused.Inline, Mlp):
 def inline(owner: nn.Module, roles: Any) -> Any:
     """The branch with these roles."""
     return (InlineMlp if isinstance(roles, MlpRoles) else InlineAttention)(owner, roles)
+
+
+def packing_of(calls: Calls) -> Packing:
+    """Of calls that a block takes as one sequence."""
+    sizes = [(x.shape[0], x.shape[1]) for x, _ in calls]
+    return Packing(sizes, calls[0][0].device, [extras for _, extras in calls])
+
+
+def unlike(calls: Calls) -> str | None:
+    """Why calls of a block cannot be of one sequence, whatever the block."""
+    if any(x.ndim != 3 for x, _ in calls):
+        return "its blocks take no tokens (B, T, C)"
+    kinds = {(x.dtype, x.device, x.shape[2]) for x, _ in calls}
+    given = {tuple((n, v is None) for n, v in extras.items()) for _, extras in calls}
+    alike = len(kinds) == len(given) == 1
+    return None if alike else "its blocks get other kinds of arguments for some sizes"
+
+
+def runs_packed(block: Any, calls: Calls) -> bool:
+    """Whether a list of calls runs as one sequence."""
+    several = len(calls) > 1 and block.fused_roles.result is None
+    if not several or torch.compiler.is_compiling() or unlike(calls) is not None:
+        return False
+    return block.fused_unpacked() is None and block.fused_unlike(calls) is None
 
 
 class Block(Fused):
@@ -148,13 +179,17 @@ class Block(Fused):
             calls = [
                 (example(generator, n, *x.shape[1:]), more) for n, (x, more) in batches
             ] + calls
+        every = []
         for x, given in calls:
             if roles.channels:
                 x = x.detach().movedim(-1, 1).contiguous().requires_grad_()
-            yield (x,), given | unread
-        for one, two in ((0, 2), (-1, 1)) if roles.lists else ():
+            every.append(((x,), given | unread))
+        # One list among the calls in training, one among those in evaluation.
+        for one, two, place in ((0, 2, 1), (-1, 1, len(every) + 1)) if roles.lists else ():
             (x, e), (y, f) = calls[one % len(calls)], calls[two % len(calls)]
-            yield ([x, y],), {n: [e.get(n), f.get(n)] for n in e | f} | unread
+            given = {n: [e.get(n), f.get(n)] for n in e | f}
+            every.insert(place, (([x, y],), given | unread))
+        yield from every
 
     def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
         for step in self.fused_roles.steps:
@@ -220,6 +255,9 @@ class Block(Fused):
     def fused_context(self: Any, step: Step, x: Tensor, extras: dict[str, Any]) -> dict[str, Any]:
         """What the body of a step gets besides its input, of the arguments of a call on x."""
         context = {n: extras[given] for n, given in step.context if given in extras}
+        if (packing := extras.get("packing")) is not None:  # what each size is given
+            every = [(n, tuple(g.get(own) for g in packing.given)) for n, own in step.context]
+            return {"packing": packing, **dict(every)}
         size = part(self, step.window)
         if size:
             context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
@@ -246,6 +284,10 @@ class Block(Fused):
         roles, steps = self.fused_roles, self.fused_branches(place)
 
         def run(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:
+            if isinstance(x, list) and runs_packed(modules[0], x):
+                packing = packing_of(x)
+                y = run(modules, packing.join([one for one, _ in x]), {"packing": packing})
+                return packing.split(y)
             calls = x if isinstance(x, list) else [(x, extras)]
             every = []
             for one, _ in calls:
@@ -267,6 +309,50 @@ class Block(Fused):
             return results if isinstance(x, list) else results[0]
 
         return run
+
+    def fused_unpacked(self: Any) -> str | None:
+        """Why it cannot run images of several sizes as one sequence, as things are."""
+        found = plans.plan_of(self)
+        if found is None:
+            return self.fused_unpacked_now()
+        if "unpacked" not in found[0].found:
+            found[0].found["unpacked"] = self.fused_unpacked_now()
+        return found[0].found["unpacked"]
+
+    def fused_unpacked_now(self: Any) -> str | None:
+        kind, roles = type(self), self.fused_roles
+        changed = any(getattr(kind, n) is not getattr(Block, n) for n in _OF_SEQUENCES)
+        if changed or roles.channels:
+            return f"{kind.__name__} computes in another way"
+        through = [part(self, name) for name in roles.through]
+        m: Any
+        for m in self.modules():  # what reads a token alone, and attention
+            known = is_plain(m) or type(m) in (nn.Dropout, nn.Identity) or m in through
+            known = known or (isinstance(m, Fused) and can_inline(m)) or activation_name(m)
+            if m is not self and (not known or is_hooked(m)):
+                return f"a {type(m).__name__} inside must be called"
+        for step, branch in self.fused_branches(fused.listed(self)[1]):
+            body, tail = self.fused_body(step), self.fused_tail(step)
+            drops = any(isinstance(m, fused.DropPath) and m.fused_drops() for m in tail)
+            if branch is None or step.window or (drops and branch.sampled):
+                return "a branch of it must be called"
+            if (drops or branch.sampled) and not branch.folds:
+                return "a branch of it must be called"
+            if isinstance(body, Attention):
+                if (reason := body.fused_unpacked()) is not None:
+                    return reason
+            elif type(body).fused_planned is not Mlp.fused_planned:
+                return f"{type(body).__name__} computes in another way"
+        return None
+
+    def fused_unlike(self: Any, calls: Calls) -> str | None:
+        """Why these calls, x (B, T, C) and the other arguments, cannot run so."""
+        for step in self.fused_roles.steps:
+            if isinstance(body := self.fused_body(step), Attention):
+                every = [(x, {n: e.get(own) for n, own in step.context}) for x, e in calls]
+                if (reason := body.fused_unlike(every)) is not None:
+                    return reason
+        return None
 
     def fused_rebuilds(self: Any, step: Step) -> bool:
         """Whether the backward of this step may rebuild what its norm gave."""

@@ -7,11 +7,13 @@ epilogue that applies the tail (LayerScale, DropPath) and the residual.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...models.packing import Packing
 from ...ops.common.samples import keep_samples, num_kept
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
@@ -40,15 +42,17 @@ class Step(NamedTuple):
 
 
 def fold(
-    tail: Iterable[Any], x: Tensor, samples: Tensor | None = None
+    tail: Iterable[Any], x: Tensor, samples: Tensor | None = None, packing: Packing | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(layer_scale, row_scale) that stand for a foldable tail; samples stand for its DropPath."""
+    """(layer_scale, row_scale) that stand for a foldable tail; samples stand for its DropPath. With
+    a packing row_scale is of each token, x (total, C)."""
     gamma, rows = None, samples
     for item in tail:
         if isinstance(item, DropPath) and samples is None:
             dtype = autocast_dtype(x) or x.dtype  # what it reads in the host: the body's output
             dtype = dtype if gamma is None else torch.promote_types(dtype, gamma.dtype)
-            rows = item.fused_row_scale(x, dtype)
+            draw = partial(item.fused_row_scale, dtype=dtype)
+            rows = draw(x) if packing is None else packing.factors(draw, x)
         elif isinstance(item, (LayerScale, Tensor)):
             gamma = item if isinstance(item, Tensor) else item.fused_scale()
     return gamma, rows
@@ -117,7 +121,9 @@ class Branch:
         context = NOTHING
         if extras or self.informed:
             context = modules[0].fused_context(self.step, x, extras)
-        samples = None
+        samples, packing = None, extras.get("packing")
+        if packing is not None and (self.sampled or self.skips):
+            return self.on_images(modules, x, residual, packing, context)
         if self.sampled or self.skips:
             samples = self.kept(modules, x, context)
         if samples is not None and not self.samples_alone:
@@ -138,7 +144,7 @@ class Branch:
         if self.folds or samples is not None:
             finish = self.compute
             if self.tail:
-                gamma, rows = fold(self.items(modules), residual, samples)
+                gamma, rows = fold(self.items(modules), residual, samples, packing)
             if gamma is not None:  # the host's product with an fp32 LayerScale is fp32
                 residual = residual.to(torch.promote_types(residual.dtype, gamma.dtype))
         epilogue = {"residual": residual, "layer_scale": gamma, "row_scale": rows}
@@ -166,6 +172,20 @@ class Branch:
         if any(_of_each_sample(value, x) for value in given):
             return None
         return keep_samples(len(x), modules[self.path].fused_rate(), x.device)
+
+    def on_images(
+        self, modules: list[Any], x: Tensor, residual: Tensor, packing: Packing,
+        context: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """The same of packed images: those that are kept are a sequence of their own."""
+        rate = self.sampled or modules[self.path].fused_rate()
+        rate = part(modules[0], rate) if isinstance(rate, str) else rate
+        tokens, factors, kept = packing.drawn(rate, x)
+        y, _ = fused.normed(modules[self.norm] if self.norm else None, x[tokens], self.low)
+        gammas = [m for m in self.items(modules) if not isinstance(m, DropPath)]
+        epilogue = {"layer_scale": fold(gammas, x)[0], "row_scale": factors}
+        y = self.compute(modules, y, epilogue, {**context, "packing": kept})
+        return residual.index_add(0, tokens, y.to(residual.dtype))
 
     def called(
         self, modules: list[Any], y: Tensor, epilogue: fused.Epilogue, context: dict[str, Any]

@@ -18,6 +18,9 @@ ORDER = ORDER_FILE + "test_the_first_call_decides_nothing_for_later_ones"
 GLOBAL = ORDER_FILE + "test_a_global_hook_sees_each_call_as_in_the_host"
 BACKEND = ("runtime/test_backend.py",)
 PACKED = "swap/test_packed_hosts.py::"
+CROPS = "swap/test_packed.py::test_"
+SIZES = CROPS + "the_sizes_give_what_each_gives_alone"
+APART = CROPS + "what_does_not_run_packed_runs_each_size_alone"
 PADDED = "swap/test_padded_hosts.py::"
 PACKED_BLOCK = (PACKED + "test_a_block_leaves_nothing_to_pytorch[qwen3_vl]",)
 OTHER_MASKS = (PADDED + "test_other_masks_are_taken_as_they_are",)
@@ -66,6 +69,64 @@ FAULTS = [
         "packed-stale", "swap/hosts/read_once.py", "read_once",
         "lengths that were overwritten count", " or known[0] != version(tensor)", "",
         only=(PACKED + "test_lengths_are_read_once_and_anew_when_they_change",),
+    ),
+    Fault(
+        "crops-blend", "swap/hosts/attend.py", "within", "attention over the whole sequence",
+        "packing.cu_seqlens, packing.longest", "packing.cu_seqlens[[0, -1]], packing.ends[-1]",
+        only=(SIZES + "[timm dinov2]",),
+    ),
+    Fault(
+        "crops-blend-rope", "swap/hosts/attend.py", "attend_weights",
+        "attention over the whole sequence, behind RoPE",
+        "cu_seqlens=packing.cu_seqlens, max_seqlen=packing.longest",
+        "cu_seqlens=packing.cu_seqlens[[0, -1]], max_seqlen=packing.ends[-1]",
+        only=(SIZES + "[timm dinov3]",),
+    ),
+    Fault(
+        "crops-blend-ours", "models/modules.py", "Attention._attend_packed",
+        "attention over the whole sequence of our own model",
+        "cu_seqlens=packing.cu_seqlens,", "cu_seqlens=packing.cu_seqlens[[0, -1]],",
+        only=(SIZES + "[ours]",),
+    ),
+    Fault(
+        "crops-prefix-turns", "models/packing.py", "Packing.rows",
+        "the tokens before the patches become zeros", "still=1.0", "still=0.0",
+        only=(SIZES + "[timm dinov3]",),
+    ),
+    Fault(
+        "crops-dropped-by-size", "models/packing.py", "Packing.image",
+        "all images of a size drop together", ".repeat_interleave(T)", ".repeat(T)",
+        only=(CROPS + "drop_path_drops_images[timm]",),
+    ),
+    Fault(
+        "crops-kept-unscaled", "models/packing.py", "Packing.drawn",
+        "what a skipping branch keeps is not scaled", "B / kept)", "1.0)",
+        only=(CROPS + "skipped_images_are_no_part_of_the_sequence[timm]",),
+    ),
+    Fault(
+        "crops-between", "swap/packed.py", "_Pass.call",
+        "what stands between blocks is left out", "x is not size.x or", "",
+        only=(APART + "[new]",),
+    ),
+    Fault(
+        "crops-in-place", "swap/packed.py", "_Pass.call",
+        "what changes tokens in place is left out", " or _version(x) != size.version", "",
+        only=(APART + "[in place]",),
+    ),
+    Fault(
+        "crops-other-arguments", "swap/packed.py", "_alike",
+        "each block gets the first one's tables", "return one is two or", "return True or",
+        only=(APART + "[depth]",),
+    ),
+    Fault(
+        "crops-left-taken", "swap/packed.py", "_Pass.run",
+        "blocks stay taken over", 'del block.__dict__["forward"]', "pass",
+        only=(APART + "[new]",),
+    ),
+    Fault(
+        "lists-at-rest", "swap/hosts/block.py", "Block.fused_examples",
+        "lists are tried in evaluation alone", "(0, 2, 1)", "(0, 2, len(every))",
+        only=(CROPS + "a_block_that_takes_lists[dinov2, two ways]",),
     ),
     Fault(
         "padded-mask-dropped", "swap/hosts/masks.py", "",
