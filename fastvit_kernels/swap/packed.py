@@ -27,7 +27,7 @@ from ..models import modules, norms, vit
 from ..models.gated_mlp import MLP_LAYERS
 from ..models.packing import Packing
 from ..runtime import dispatch
-from ..runtime.compat import KNOWS_VERSIONS, saves_are_hooked, version
+from ..runtime.compat import KNOWS_VERSIONS, is_compiled_in_place, saves_are_hooked, version
 from ..runtime.plain import is_hooked, is_plain, is_watched_everywhere
 from . import plans
 from .hosts import fused
@@ -192,7 +192,7 @@ def _ways_of(model: nn.Module) -> dict[Any, Way]:
         raise _Apart("somebody traces the model, or watches every module")
     blocks = []
     for m in model.modules():
-        if hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None:
+        if is_compiled_in_place(m) or "_orig_mod" in m._modules:
             raise _Apart(f"{type(m).__name__} is compiled")
         if any(getattr(m, name, False) is True for name in _CHECKPOINTS):
             raise _Apart("its blocks run inside checkpoints")

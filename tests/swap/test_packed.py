@@ -239,7 +239,7 @@ class _Between(nn.Module):
         self.model, self.how = MODELS["timm"](), how
 
     def forward(self, images):
-        x = self.model._pos_embed(self.model.patch_embed(images))
+        x = self.model.patch_embed(images).flatten(1, 2)
         x = self.model.blocks[0](x)
         if self.how == "new":
             x = x * 1.5
