@@ -325,11 +325,11 @@ class Block(Fused):
         if changed or roles.channels:
             return f"{kind.__name__} computes in another way"
         through = [part(self, name) for name in roles.through]
-        m: Any
         for m in self.modules():  # what reads a token alone, and attention
-            known = is_plain(m) or type(m) in (nn.Dropout, nn.Identity) or m in through
+            watched = m is not self and is_hooked(m)
+            known = m is self or is_plain(m) or type(m) in (nn.Dropout, nn.Identity) or m in through
             known = known or (isinstance(m, Fused) and can_inline(m)) or activation_name(m)
-            if m is not self and (not known or is_hooked(m)):
+            if watched or not known:
                 return f"a {type(m).__name__} inside must be called"
         for step, branch in self.fused_branches(fused.listed(self)[1]):
             body, tail = self.fused_body(step), self.fused_tail(step)
