@@ -71,9 +71,12 @@ class Packed(nn.Module):
     def extra_repr(self) -> str:
         return "" if self.alone is None else f"each size alone: {self.alone}"
 
-    @torch.compiler.disable
     def forward(self, crops: Sequence[Tensor], **kwargs: Any) -> list[Any]:
         """A result for each entry of crops; see `packed`."""
+        compiling = torch.compiler.is_compiling()  # what disables the compiler imports it
+        return (torch.compiler.disable(self._run) if compiling else self._run)(crops, kwargs)
+
+    def _run(self, crops: Sequence[Tensor], kwargs: dict[str, Any]) -> list[Any]:
         _check(crops, kwargs)
         places: dict[tuple[int, ...], list[int]] = {}
         for place, images in enumerate(crops):
@@ -100,7 +103,7 @@ class Packed(nn.Module):
                     self._known[kind] = self.alone
         if self.alone not in (None, *self._told):
             self._told.add(self.alone)
-            warnings.warn(f"packed: each size runs alone: {self.alone}", stacklevel=4)
+            warnings.warn(f"packed: each size runs alone: {self.alone}", stacklevel=6)
         return _Pass(self.model, {}, batches, kwargs).run()
 
 
