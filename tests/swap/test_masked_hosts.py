@@ -10,7 +10,7 @@ from numerics import DEVICE
 from torch import nn
 
 from fastvit_kernels import swap_in, watch
-from fastvit_kernels.swap.errors import model_errors
+from fastvit_kernels.swap.compare import model_errors
 from tests.model_coverage.compare import randomize
 
 transformers = pytest.importorskip("transformers")
