@@ -74,7 +74,8 @@ class Packed(nn.Module):
     def forward(self, crops: Sequence[Tensor], **kwargs: Any) -> list[Any]:
         """A result for each entry of crops; see `packed`."""
         compiling = torch.compiler.is_compiling()  # what disables the compiler imports it
-        return (torch.compiler.disable(self._run) if compiling else self._run)(crops, kwargs)
+        run = torch.compiler.disable(self._run) if compiling else self._run
+        return run(crops, kwargs)  # pyright: ignore[reportCallIssue]
 
     def _run(self, crops: Sequence[Tensor], kwargs: dict[str, Any]) -> list[Any]:
         _check(crops, kwargs)
