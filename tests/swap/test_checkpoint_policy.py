@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.checkpoint_policy import kind_of
-from fastvit_kernels.runtime.compat import TorchDispatchMode
+from fastvit_kernels.runtime.compat import TorchDispatchMode, version_of
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from tests.model_coverage.compare import randomize
 
@@ -102,6 +102,10 @@ def test_attention_runs_once(kind, name):
 
 
 @pytest.mark.interpreter
+@pytest.mark.skipif(
+    version_of(torch.__version__) >= (2, 14),
+    reason="its profiler gives another sum at each call; test_traffic.py counts on fake tensors",
+)
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_what_is_kept(kind):
     model = built(kind)
