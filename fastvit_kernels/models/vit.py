@@ -8,9 +8,7 @@ state_dict keys are timm's, so its checkpoints load unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,8 +24,6 @@ from .packing import Packing
 from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
 from .positions import resize_positions
 from .rope_tables import RotaryEmbedding, Tables
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block(nn.Module):
@@ -57,12 +53,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """(B, T, C); with a packing, which is given each size's rope, (total, C)."""
         given: dict[str, Any] = {"rope": rope} if packing is None else {"packing": packing}
-        x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, packing, given)
+        x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, packing, **given)
         return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2, packing)
 
     def _add(
         self, x: Tensor, norm: nn.Module, branch: nn.Module, scale: LayerScale | None,
-        drop_path: DropPath, packing: Packing | None, more: Mapping[str, Any] = NOTHING,
+        drop_path: DropPath, packing: Packing | None, /, **more: Any,
     ) -> Tensor:  # fmt: skip
         """x + branch(norm(x)); the branch's last product applies LayerScale and DropPath.
 
