@@ -19,7 +19,7 @@ from torch import Tensor
 from ...runtime.arguments import check_int, check_shape, check_tensor, compute_dtype, needs_gradient
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
-from ...runtime.operator import Operator, Route, differentiable, operator
+from ...runtime.operator import REGISTERED, Operator, Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .functions import (
@@ -82,8 +82,8 @@ def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
 
 
 def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
-    qkv = qkv_projection_fwd(x, weight, bias, num_heads)
-    return qkv, *attention_fwd(qkv, seed, scale, dropout_p)
+    qkv = qkv_projection_fwd[REGISTERED](x, weight, bias, num_heads)
+    return qkv, *attention_fwd[REGISTERED](qkv, seed, scale, dropout_p)
 
 
 # Who looks on sees two operators: a checkpoint can keep what attention gives, and not qkv.
