@@ -6,6 +6,10 @@ For a type checker their attributes are Any: a kernel is Python syntax for anoth
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,13 +56,26 @@ def constant(value: object) -> Any:
     return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
 
 
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has what gluon.py asks for, and FASTVIT_KERNELS_GLUON is not 0."""
+    if not HAS_TRITON or os.environ.get("FASTVIT_KERNELS_GLUON") == "0":
+        return False
+    try:
+        importlib.import_module(".gluon", __package__)  # at the first choice on a Hopper GPU
+    except (ImportError, AttributeError) as error:
+        warnings.warn(f"no Gluon kernels with triton {triton.__version__}: {error}", stacklevel=2)
+        return False
+    return True
+
+
 def bind_launch(
     kernel: Any, grid: tuple[int, ...], *sizes: Any, **options: Any
 ) -> Callable[..., None]:
     """`kernel[grid]` with its last arguments bound, to be called with those before them.
 
     Triton launches on the current device: another one's tensors are launched under a guard. The
-    first of the arguments, a kernel's first output, says which.
+    first of the arguments, a kernel's first output or the map of it, says which.
     The constexprs, a kernel's last parameters, go by position: `kernel[grid](..., **constexprs)`
     copies them from dict to dict three times on the way to Triton's binder, at every launch.
 
@@ -72,7 +89,7 @@ def bind_launch(
     options["enable_fp_fusion"] = True  # Triton 3.10 has another default
 
     def launch(*arguments: Any) -> None:
-        output = arguments[0]
+        output = getattr(arguments[0], "base", arguments[0])
         if output.is_cuda and output.get_device() != torch.cuda.current_device():
             with torch.cuda.device_of(output):
                 kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
@@ -82,4 +99,4 @@ def bind_launch(
     return launch
 
 
-__all__ = ["HAS_TRITON", "VERSION", "bind_launch", "constant", "tl", "triton"]
+__all__ = ["HAS_TRITON", "VERSION", "bind_launch", "constant", "has_gluon", "tl", "triton"]

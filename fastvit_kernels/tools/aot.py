@@ -9,6 +9,7 @@ the target. What the tensors' device does change, and how the cache keys compare
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], s
     """
 
     def word(x: Any, is_constexpr: bool) -> str:
+        if hasattr(x, "block_shape"):  # a tensor map
+            return f"{x.base.dtype} {x.block_shape} {x.layout}"
         if isinstance(x, Tensor):
             return f"{x.dtype} {int(x.storage_offset()) * x.element_size() % 16 == 0}"
         if isinstance(x, int) and not is_constexpr:
@@ -218,7 +221,11 @@ def compile_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) 
 
 
 def _pointers(x: Any) -> Any:
-    """Tensors as bare pointers, those in tuples too."""
+    """Tensors as bare pointers, those in tuples and under tensor maps too."""
     if isinstance(x, Tensor):
         return _Pointer(x)
+    if hasattr(x, "block_shape"):
+        x = copy.copy(x)
+        x.base = _Pointer(x.base)
+        return x
     return tuple(map(_pointers, x)) if type(x) is tuple else x

@@ -111,7 +111,7 @@ def inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
         shared_limit=target.shared_limit,
         warps_per_sm=_warps_per_sm(target, registers, metadata.shared, warps),
         tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
-        needs_tensor_cores=_multiplies_16_bit(compiled.asm["ttir"]),
+        needs_tensor_cores=_multiplies_16_bit(compiled.asm.get("ttir", "")),  # Gluon has none
         copies="+".join(kind for kind, sign in copy_kinds.items() if sign in text),
         seconds=seconds,
         key=compiled.hash,

@@ -112,6 +112,9 @@ def _launch(launch: aot.Launch, code: Code | None) -> Launch:
         if isinstance(kind, tuple):
             for inner, each in zip(kind, value, strict=True):
                 add(inner, each)
+        elif str(kind).startswith("tensordesc"):
+            integers.extend([None, *value.shape, *value.strides])
+            tensors.append(value.base)
         elif kind != "constexpr":
             integers.append(value if isinstance(value, int) else None)
         if isinstance(value, Tensor):

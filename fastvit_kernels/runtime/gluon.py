@@ -1,0 +1,45 @@
+"""Gluon, Triton's other language, by the names that its kernels here use: Hopper's part.
+
+Its interface is experimental: names have changed between releases, and this module raises where
+they changed again. `triton.has_gluon` says so once, and plain Triton runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+
+    class _AnyAttribute(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class gl(metaclass=_AnyAttribute):
+        constexpr: TypeAlias = Any
+
+    gluon: Any
+    mbarrier: Any
+    fence: Any
+    fetch: Any
+    put: Any
+    store_wait: Any
+    multiply: Any
+    multiply_wait: Any
+    TensorDescriptor: Any
+else:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia import hopper
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    fence, mbarrier, store_wait = hopper.fence_async_shared, hopper.mbarrier, hopper.tma.store_wait
+    multiply, multiply_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+    if hasattr(hopper.tma, "async_load"):  # from triton 3.7 on
+        fetch, put = hopper.tma.async_load, hopper.tma.async_store
+    else:
+        fetch = hopper.tma.async_copy_global_to_shared
+        put = hopper.tma.async_copy_shared_to_global
+
+__all__ = [
+    "TensorDescriptor", "fence", "fetch", "gl", "gluon", "mbarrier", "multiply", "multiply_wait",
+    "put", "store_wait",
+]  # fmt: skip
