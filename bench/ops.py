@@ -43,7 +43,7 @@ from bench.providers import (
     vits,
     with_autotuned,
 )
-from fastvit_kernels.ops.attention.configs import BwdForm
+from fastvit_kernels.ops.attention.configs import BwdForm, forced_route
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.launch import bwd_launch
 from fastvit_kernels.ops.rope import rope_ref
@@ -414,16 +414,18 @@ def _output(result: Any) -> Tensor:
     return result if isinstance(result, Tensor) else result[0]
 
 
-def _split(shape: Shape, dtype: str, function: Function) -> list[Provider]:
-    """Ours without the one-pass backward, for shapes that take it by themselves."""
+def _other_ways(shape: Shape, dtype: str, function: Function) -> list[Provider]:
+    """Ours by the route that the table does not take, and without the one-pass backward where that
+    runs by itself."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     sizes = (shape.B, shape.T, shape.H, shape.D)
     launch = bwd_launch(gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
-    if launch.one_pass is None:
-        return []
-    context = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
-    return [ours("ours-split", function, context)]
+    other = "library" if launch.one_pass or launch.split else "triton"
+    ways = {f"ours-{other}": functools.partial(forced_route, other)} if dtype != "fp32" else {}
+    if launch.one_pass is not None:
+        ways["ours-split"] = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
+    return [ours(name, function, context) for name, context in ways.items()]
 
 
 def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
@@ -444,7 +446,7 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
     ]
     return [
         *sdpa_backends(torch_), *sdpa_unpacked(), *(low if dtype != "fp32" else ()),
-        *_split(shape, dtype, fused),
+        *_other_ways(shape, dtype, fused),
     ]  # fmt: skip
 
 
@@ -470,7 +472,7 @@ def qkv_attention_flops(shape: Shape) -> Pair:
 
 
 def _projected_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    return [*sdpa_backends(torch_), *_split(shape, dtype, fused)]
+    return [*sdpa_backends(torch_), *_other_ways(shape, dtype, fused)]
 
 
 # --- rope: queries and keys of a packed qkv, qk-norm or none; rope_attention

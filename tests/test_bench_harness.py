@@ -27,10 +27,12 @@ from bench.rows import ERROR, MEMORY, OK
 from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
+from fastvit_kernels.ops.attention.configs import BWD_TABLE as ATTENTION_BWD
+from fastvit_kernels.ops.attention.configs import FWD_TABLE as ATTENTION_FWD
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
-from fastvit_kernels.runtime.backend import Gpu
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import recording
 
 OP = OPS["layer_norm"]
@@ -219,6 +221,20 @@ def test_a_forced_route_is_taken(name):
             assert FWD_TABLE.choose(here, *key).route == route
     with ways["ours"].context():
         assert FWD_TABLE.choose(here, *key) == FWD_TABLE.default(here, *key)
+
+
+@pytest.mark.parametrize("name", ["attention", "qkv_attention"])
+@pytest.mark.parametrize(("T", "other"), [(197, "library"), (2305, "triton")])
+def test_attention_is_timed_by_the_other_route_too(name, T, other):
+    with on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)):
+        ways = {p.name: p for p in OPS[name].providers(replace(TINY, T=T), "bf16")}
+    assert {"ours-library", "ours-triton"} & set(ways) == {f"ours-{other}"}
+    here, key = Gpu("sm_80", 108, 163 * 1024), ("bf16", 64, 4096, "none", "many")
+    with ways[f"ours-{other}"].context():
+        assert {t.choose(here, *key).route for t in (ATTENTION_FWD, ATTENTION_BWD)} == {other}
+    assert not {"ours-library", "ours-triton"} & {
+        p.name for p in OPS[name].providers(replace(TINY, T=T), "fp32")
+    }
 
 
 def test_the_split_backward_is_split():

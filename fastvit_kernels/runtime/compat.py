@@ -348,6 +348,22 @@ torch_sdpa: Callable[..., Tensor] = _find(
     "torch:_C._nn.scaled_dot_product_attention", gone=F.scaled_dot_product_attention
 )
 
+# What it calls, forward and backward, and which of them it would take, a number of SDPBackend.
+# Gone: None and -1, and no attention takes the library's route there.
+FLASH_CPU: Any = (
+    _find("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default", gone=None),
+    _find("torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", gone=None),
+)
+FLASH: Any = (
+    _find("torch:ops.aten._scaled_dot_product_flash_attention.default", gone=None),
+    _find("torch:ops.aten._scaled_dot_product_flash_attention_backward.default", gone=None),
+)
+CUDNN: Any = (
+    _find("torch:ops.aten._scaled_dot_product_cudnn_attention.default", gone=None),
+    _find("torch:ops.aten._scaled_dot_product_cudnn_attention_backward.default", gone=None),
+)
+sdpa_choice: Callable[..., int] = _find("torch:_fused_sdp_choice", gone=lambda *_, **__: -1)
+
 
 def constant_when_traced(function: Function) -> Function:
     """What `torch.compiler.assume_constant_result` does, without its import of torch._dynamo,

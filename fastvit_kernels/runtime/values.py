@@ -1,7 +1,7 @@
 """A debug switch for checks that read a tensor's values, such as indices: each waits for the GPU.
 
 Off, an op looks at shapes, dtypes and devices alone, and its kernels read no memory that is not
-theirs whatever the values say.
+theirs whatever the values say. Beside it, whether equal inputs must give equal bits.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ from contextlib import contextmanager
 import torch
 
 checked = False
+poisoned = False  # torch's deterministic algorithms are on to fill memory alone: verify/runner.py
+
+
+def bits_must_repeat() -> bool:
+    """Whether the user asks torch for deterministic algorithms."""
+    return torch.are_deterministic_algorithms_enabled() and not poisoned
 
 
 def values_are_checked() -> bool:

@@ -92,9 +92,9 @@ def swap_in(
             that would be swapped runs its host's forward and the fused one, with their backward,
             in turns; a kind whose fused time is not lower by more than the noise, or whose numbers
             break the 2x rule on that batch, stays its host's, and the report says the times. A
-            narrower part of it may still be fused. On a GPU, products that a kernel of ours makes
-            are tried by the vendor's library, and the other way around: the faster holds for
-            products of that shape in this process, as what `fastvit-kernels tune` chose.
+            narrower part of it may still be fused. On a GPU, products and attention that a kernel
+            of ours computes are tried by the vendor's library, and the other way around: the faster
+            holds for that shape in this process, as what `fastvit-kernels tune` chose.
         budget: seconds for these times; the check of what wins is on top. What had none left is
             not swapped.
         choices: what an earlier call chose, `report.choices` or a path that its `save` or

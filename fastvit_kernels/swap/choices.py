@@ -9,6 +9,7 @@ fused      ours, by the launch configs in force, with the memory= that was asked
 fused low  a block with memory="low", under memory="auto"
 ... library, ... triton  either, every product with an epilogue by the vendor's library and one
            kernel, or by one kernel
+... library attention, ... triton attention  either, attention by cuDNN or flash, or by our kernels
 
 A route is a launch config of a shape: it holds for each product of that shape in the process, and
 for kinds that are measured later. What wins must keep the 2x rule on that very call.
@@ -34,7 +35,8 @@ from torch import Tensor, nn
 from ..measure.gate import ERROR, OK, Outcome, judging, verdict
 from ..measure.timer import spread, timer_of
 from ..measure.turns import ROUNDS, Contender, beats, take_turns, time_together
-from ..ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, forced_route
+from ..ops.attention import configs as of_attention
+from ..ops.common import gemm_configs as of_products
 from ..runtime.backend import Gpu, gpu
 from ..runtime.configs import Choice as Decision
 from ..runtime.configs import install, recording, tuned_on
@@ -47,9 +49,17 @@ from .copies import CALL
 from .errors import Call, copied, device_of, errors_beside, step
 from .facts import host_of, leaves, level_of
 
-FUSED, HOST, LOW, ROUTES = "fused", "host", "fused low", ("library", "triton")
-WAYS = (HOST, FUSED, LOW, *(f"{way} {route}" for way in (FUSED, LOW) for route in ROUTES))
-PRODUCTS = {table.name: table for table in (FWD_TABLE, HIDDEN_TABLE)}
+FUSED, HOST, LOW = "fused", "host", "fused low"
+# What is said of a way, the route, what forces it, and the tables that have it.
+ROUTES = [
+    (f"{route}{of}", route, partial(module.forced_route, route), {t.name: t for t in tables})
+    for of, module, tables in (
+        ("", of_products, (of_products.FWD_TABLE, of_products.HIDDEN_TABLE)),
+        (" attention", of_attention, (of_attention.FWD_TABLE, of_attention.BWD_TABLE)),
+    )
+    for route in ("library", "triton")
+]
+WAYS = (HOST, FUSED, LOW, *(f"{way} {route}" for way in (FUSED, LOW) for route, *_ in ROUTES))
 KIND_SECONDS = 1.0  # for one kind, all contenders together
 MEASURED = ("block", "attention", "mlp", "layer_norm", "rms_norm", "patch_embed")
 HOOKS = [k for k, v in vars(nn.Module()).items() if isinstance(v, dict) and k.endswith("hooks")]
@@ -256,22 +266,22 @@ class Way(Contender):
 
 
 def routes_of(way: Way, call: Call, here: Gpu, settled: Tuned) -> Iterator[Way]:
-    """The same by another route, where a product of the call would take it and none of them is
-    settled by another kind."""
+    """The same by another route, where a product or an attention of the call would take it and none
+    of them is settled by another kind."""
     taken: dict[Decision, None] = {}
     if here.name:
         with suppress(Exception), recording() as taken:  # its turns say what is wrong
             step(way.module, call)
-    products = [(PRODUCTS[name], key) for name, _, key in taken if name in PRODUCTS]
-    if any((table.name, key) in settled for table, key in products):
-        return
-    routes = [table.choose(here, *key).route for table, key in products]
-    for route in ROUTES:
-        if any(r != route for r in routes):
-            other = Way.of(f"{way.name} {route}", way.module, call)
-            other.context = partial(forced_route, route)
-            with other.context():
-                other.configs = {(t.name, key): t.choose(here, *key) for t, key in products}
+    for name, route, context, tables in ROUTES:
+        asked = [(tables[table], key) for table, _, key in taken if table in tables]
+        if any((table.name, key) in settled for table, key in asked):
+            continue
+        former = [table.choose(here, *key).route for table, key in asked]
+        other = Way.of(f"{way.name} {name}", way.module, call)
+        other.context = context
+        with context():
+            other.configs = {(t.name, key): t.choose(here, *key) for t, key in asked}
+        if any(x != c.route == route for x, c in zip(former, other.configs.values(), strict=True)):
             yield other
 
 

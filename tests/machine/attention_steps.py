@@ -81,6 +81,8 @@ def attention_configs() -> None:
             if D != 64 or (table is not FWD_TABLE and form.one_pass != (T < 256)):
                 continue
             for config in table.candidates(here, *key)[1:]:
+                if getattr(config, "route", "triton") == "library":
+                    continue
                 if T == 50 and getattr(config, "heads", 1) == 1:
                     continue  # compiled for T = 197
                 with forced(table.name, config), forced(BWD_TABLE.name, form):

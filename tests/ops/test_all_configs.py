@@ -19,6 +19,7 @@ from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
+from fastvit_kernels.verify import runner
 from fastvit_kernels.verify.op import Case
 from tests.check import __main__ as command
 from tests.check import all_configs, selection, worker
@@ -98,6 +99,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(command, "TABLES", tables)
     monkeypatch.setattr(selection, "TABLES", tables)
     monkeypatch.setattr(worker, "TABLES", tables)
+    monkeypatch.setattr(runner, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
     here = gpu(torch.device("cpu"))
     route = ConfigTable(

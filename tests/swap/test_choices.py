@@ -14,6 +14,7 @@ from torch import nn
 from fastvit_kernels import backend, swap_in, swap_out
 from fastvit_kernels.measure import turns
 from fastvit_kernels.measure.timer import DeviceLost
+from fastvit_kernels.ops.attention import configs as of_attention
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
 from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import GPUS, Gpu
@@ -23,6 +24,7 @@ from tests.model_coverage.model_zoo import timm_small
 
 HERE = Gpu("cpu", 2, 2**20, "Stand-in GPU 1")
 PRODUCT = 64, 48, 48, "fp32"  # a key of a table of products; the library makes it by default
+HEADS = "bf16", 64, 256, "none", "many"  # a key of attention, which a kernel of ours computes
 LEVELS = ("patch_embed", "block", "attention", "mlp", "layer_norm")
 
 
@@ -414,6 +416,56 @@ def test_the_route_of_products_is_chosen_too(named, tmp_path):
     named.fused = {"block": 0.5, "library": 0.4}  # the other way around
     report = swap_in(vit()[0], measure=images)
     assert kept(report)["block"] == "fused library" and route() == "library"
+
+
+@pytest.fixture
+def attending(named, monkeypatch):
+    """The same, whose fused blocks attend too; with the routes of forward and backward."""
+    step, sample = choices.step, named.sample
+
+    def routes(mask="none"):
+        key = *HEADS[:3], mask, HEADS[4]
+        tables = of_attention.FWD_TABLE, of_attention.BWD_TABLE
+        return {table.choose(HERE, *key).route for table in tables}
+
+    def asking(module, *call, **options):
+        if isinstance(module, Fused) and module.fused_level == "block":
+            routes(named.mask)
+        return step(module, *call, **options)
+
+    def timed(run, count, flush):
+        level = getattr(run.args[0], "fused_level", "")
+        by = "library attention" if level == "block" and routes() == {"library"} else ""
+        return [named.fused[by]] * count if by in named.fused else sample(run, count, flush)
+
+    monkeypatch.setattr(choices, "step", asking)
+    named.sample, named.mask = timed, "none"
+    return routes
+
+
+def test_the_route_of_attention_is_chosen_too(named, attending, tmp_path):
+    """For itself: products keep theirs."""
+    for ms, stays in ((0.4, "fused library attention"), (0.495, "fused")):
+        named.fused = {"block": 0.5, "library attention": ms}
+        configs.install(HERE, {})
+        report = swap_in(vit()[0], measure=vit()[1])
+        assert kept(report)["block"] == stays
+        times = f"fused 0.5, fused triton 0.5, fused library attention {ms:g}"
+        assert f"host 1 ms, {times}; kept {stays}" in str(report)
+        assert attending() == {"library" if ms == 0.4 else "triton"} and route() == "library"
+        report.choices.save(tmp_path / f"{ms}.json")
+    swap_in(vit()[0], choices=tmp_path / "0.4.json")
+    assert attending() == {"library"}
+    named.fused = {"block": 0.5, "library attention": 0.7, "triton": 0.6}
+    report = swap_in(vit()[0], measure=vit()[1])  # the other way around
+    assert kept(report)["block"] == "fused triton attention" and attending() == {"triton"}
+
+
+def test_attention_that_the_library_cannot_compute_is_tried_by_ours_alone(named, attending):
+    named.fused, named.mask = {"block": 0.5, "library attention": 0.1}, "add"
+    report = swap_in(vit()[0], measure=vit()[1])
+    assert kept(report)["block"] == "fused"
+    assert not any("attention" in way for row in report.choices.rows for way in row.ms)
 
 
 def test_a_route_and_a_memory_are_tried_together(named):

@@ -18,12 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_facts import FACTS
+from private import set_deterministic
 
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands import tune as tune_command
 from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.models import modules
+from fastvit_kernels.ops.attention import launch as attention_launch
 from fastvit_kernels.ops.common.gemm_configs import GemmConfig
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime import tuned_table
@@ -398,6 +400,47 @@ def test_the_whole_flow_on_a_kernel(capsys):
     launch_configs.install(HERE, None)  # as a process that starts
     assert table.choose(HERE, 64) == other != default
     assert table.choose(Gpu("sm_90", 132, 2**17, "Another"), 64) == default
+
+
+@pytest.mark.parametrize(("us", "winner"), [(5.0, "library"), (9.9, "triton")])
+def test_the_librarys_attention_is_one_of_the_configs(us, winner, capsys, monkeypatch):
+    """Right where it is tried, though `check` fills memory by torch's deterministic switch."""
+    set_deterministic(False)
+    tables = [TABLES[name] for name in ("attention_fwd", "attention_bwd")]
+    tried = []
+    for table in tables:
+
+        def two(gpu, *key, table=table):
+            return [table.default(gpu, *key), table.configs[-1]]
+
+        monkeypatch.setattr(table, "candidates", two)
+    for name in ("library_fwd", "library_bwd"):
+        function = getattr(attention_launch, name)
+
+        def called(*arguments, function=function):
+            found = function(*arguments)
+            tried.append(found is not None)
+            return found
+
+        monkeypatch.setattr(attention_launch, name, called)
+
+    def step():
+        fk.attention(torch.randn(1, 37, 3, 2, 16, requires_grad=True)).sum().backward()
+
+    def timer(call):
+        call()
+        forced = [launch_configs._forced.get(table.name) for table in tables]
+        return us if any(f is not None and f.route == "library" for f in forced) else 10.0
+
+    assert tune_command.run_tuning(step, CPU, timer=timer) == 0
+    assert ("10.0 -> 5.0 us a step" in capsys.readouterr().out) == (winner == "library")
+    assert tried and all(tried)
+    launch_configs.install(HERE, None)  # as a process that starts
+    with launch_configs.recording() as choices, fk.backend("triton"):
+        step()
+    found = {c.table: TABLES[c.table].choose(HERE, *c.key).route for c in choices
+             if c.table in ("attention_fwd", "attention_bwd")}  # fmt: skip
+    assert found == dict.fromkeys(("attention_fwd", "attention_bwd"), winner)
 
 
 @pytest.fixture

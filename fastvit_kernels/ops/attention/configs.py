@@ -11,11 +11,13 @@ that wgmma on sm_90 stays in flight and is at least 16 columns wide.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ...runtime.backend import Gpu
-from ...runtime.configs import ConfigTable
+from ...runtime.configs import ConfigTable, forced
 from ...runtime.dtypes import DTYPES
 from ...runtime.triton import VERSION
 from .tiling import query_parts
@@ -24,13 +26,14 @@ MAX_D = 256
 MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
-TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 4096)
+TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 2047, 4096)
 MAX_ONE_PASS_D = 64
 MANY_HEADS = 16
 
 
 class FwdConfig(NamedTuple):
-    """The forward kernel: a program owns block_q queries and walks block_kv keys at a time.
+    """The forward kernel: a program owns block_q queries and walks block_kv keys at a time. With
+    the library's route the rest says nothing.
 
     `tail` is the smallest tile for the keys that full tiles leave over. Where it is as large as the
     tile there is no second copy of the code: all tiles check their keys.
@@ -42,6 +45,7 @@ class FwdConfig(NamedTuple):
     heads: int  # a program, one after the other
     num_warps: int
     num_stages: int
+    route: str = "triton"  # or "library"
 
 
 class SplitConfig(NamedTuple):
@@ -73,10 +77,19 @@ class OnePassConfig(NamedTuple):
 
 
 class BwdForm(NamedTuple):
-    """Which of the two forms of the backward runs."""
+    """Which of the two forms of the backward runs, or the library's."""
 
     one_pass: bool
+    route: str = "triton"
 
+
+# Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
+# why. "modelled": next to published times of cuDNN and FlashAttention 3 at D = 64 our forward and
+# backward are level at T = 1025 and take 1.25 and 1.5 times as long at 2048. Not yet measured.
+LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "modelled")}
+LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
+LIBRARY_BWD = BwdForm(one_pass=False, route="library")
+LIBRARY_MAX_D = 128
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -233,7 +246,7 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
 
 
 @_prefetching(everywhere=False)
-def _default_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
+def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and not on_hopper:
@@ -359,7 +372,7 @@ def _default_one_pass(
     return ONE_PASS_HOPPER if on_hopper else ONE_PASS
 
 
-def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
+def own_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
     # On sm_90 it spills above 256 with dropout.
     packed = (gpu.arch, mask) == ("sm_90", "varlen")
     longest = 320 if packed or (_has_wgmma(gpu) and mask == "none") else 256
@@ -371,6 +384,22 @@ def _default_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: st
         longest = 0  # a program a head would leave SMs idle
     form = BwdForm(tokens <= longest)
     return form if _bwd_fits(gpu, form, dtype, D, tokens, mask, heads) else BwdForm(False)
+
+
+def _library_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> bool:
+    on_cuda = gpu.arch.startswith("sm_") and ITEMSIZE[dtype] == 2 and D <= LIBRARY_MAX_D
+    return mask in ("none", "causal") and (on_cuda or gpu.arch == "cpu")
+
+
+def _or_library(own: Callable[..., Any], library: Any) -> Callable[..., Any]:
+    """What `own` says, or the library where LIBRARY_FROM does."""
+
+    def default(gpu: Gpu, dtype: str, D: int, tokens: int, *others: str) -> Any:
+        first, _ = LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
+        by_library = tokens >= first and _library_fits(gpu, dtype, D, tokens, *others)
+        return library if by_library else own(gpu, dtype, D, tokens, *others)
+
+    return default
 
 
 def _tiles_fit(
@@ -408,8 +437,10 @@ def _buffers(gpu: Gpu, num_stages: int) -> int:
 def _fwd_fits(
     gpu: Gpu, config: FwdConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
+    if config.route == "library":
+        return _library_fits(gpu, dtype, D, tokens, mask, heads)
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
-        return config == _default_fwd(gpu, dtype, D, tokens, mask, heads)
+        return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
         return False  # it spills 16 bytes
     buffers = _buffers(gpu, config.num_stages)
@@ -480,11 +511,19 @@ def _one_pass_fits(
 
 
 def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
+    if form.route == "library":
+        return _library_fits(gpu, *key)
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
 
 
-FWD_TABLE = ConfigTable("attention_fwd", _with_prefetching(*FWD_CONFIGS), _default_fwd, _fwd_fits)
-BWD_TABLE = ConfigTable("attention_bwd", [BwdForm(True), BwdForm(False)], _default_bwd, _bwd_fits)
+FWD_TABLE = ConfigTable(
+    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD],
+    _or_library(own_fwd, LIBRARY_FWD), _fwd_fits,
+)  # fmt: skip
+BWD_TABLE = ConfigTable(
+    "attention_bwd", [BwdForm(True), BwdForm(False), LIBRARY_BWD],
+    _or_library(own_bwd, LIBRARY_BWD), _bwd_fits, unrepeatable=[LIBRARY_BWD],
+)  # fmt: skip
 ONE_PASS_TABLE = ConfigTable(
     "attention_bwd_one_pass",
     _with_prefetching(*ONE_PASS_CONFIGS),
@@ -495,3 +534,14 @@ DQ_TABLE = ConfigTable("attention_bwd_dq", _with_prefetching(*DQ_CONFIGS), _defa
 DKDV_TABLE = ConfigTable(
     "attention_bwd_dkdv", _with_prefetching(*DKDV_CONFIGS), _default_dkdv, _dkdv_fits
 )
+
+
+@contextmanager
+def forced_route(route: str) -> Iterator[None]:
+    """Inside, attention takes this route wherever it can, whatever is tuned."""
+    by_library = route == "library"
+    with (
+        forced(FWD_TABLE.name, LIBRARY_FWD if by_library else own_fwd),
+        forced(BWD_TABLE.name, LIBRARY_BWD if by_library else own_bwd),
+    ):
+        yield

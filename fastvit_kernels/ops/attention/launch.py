@@ -19,6 +19,7 @@ from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import bind_launch, triton
+from ...runtime.values import bits_must_repeat
 from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -31,11 +32,15 @@ from .configs import (
     MAX_TOKEN_STRIDE,
     ONE_PASS_TABLE,
     TOKEN_BUCKETS,
+    BwdForm,
     FwdConfig,
     OnePassConfig,
     SplitConfig,
+    own_bwd,
+    own_fwd,
 )
 from .forward import _attention_fwd_kernel
+from .library import library_bwd, library_fwd
 from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
 
 ROW_PAD = 4  # as tiles.ROW_PAD
@@ -70,6 +75,10 @@ class Problem(NamedTuple):
         heads = "many" if heads_per_sm >= MANY_HEADS else "few" if heads_per_sm else "scarce"
         mask = f"{self.mask}+dropout" if self.dropout else self.mask
         return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
+
+    def is_by_library(self, config: FwdConfig | BwdForm) -> bool:
+        """Of as many queries as keys: of others flash aligns causal scores by the last."""
+        return config.route == "library" and self.shape[1] == self.T_kv
 
     def kernel_mask(self) -> str:
         return "none" if self.mask in ("causal", "varlen") else self.mask
@@ -121,9 +130,11 @@ def _block(T: int, block: int) -> int:
 
 @launch_plan
 def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
-    """The launch of the forward kernel; arguments: the fields of `Problem`."""
+    """The launch of the forward kernel, whatever the route; arguments: the fields of `Problem`."""
     problem = Problem(gpu, *fields)
     config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
+    if config.route == "library":
+        config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
     block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
@@ -162,20 +173,28 @@ def _split_launch(
 
 
 class BwdLaunch(NamedTuple):
-    """Either the one-pass kernel, or dq and then dk and dv, together or one after the other."""
+    """Either the one-pass kernel, or dq and then dk and dv, together or one after the other.
+
+    Neither where the library computes them.
+    """
 
     one_pass: Launch | None
     split: tuple[Launch, ...]
 
 
 @launch_plan
-def bwd_launch(gpu: Gpu, *fields: Any) -> BwdLaunch:
-    """The launches of the backward; arguments: the fields of `Problem`."""
+def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
+    """The launches of the backward; arguments: the fields of `Problem`, whether ours must run."""
     problem = Problem(gpu, *fields)
-    key = problem.key()
+    key: Any = problem.key()
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
-    few_queries = T_q <= 64 < T_kv  # in one pass eight warps would repeat their scores
-    if few_queries or not BWD_TABLE.choose(problem.gpu, *key).one_pass:
+    form = BwdForm(one_pass=False)
+    if not T_q <= 64 < T_kv:  # in one pass eight warps would repeat the scores of few queries
+        form = BWD_TABLE.choose(problem.gpu, *key)
+        if problem.is_by_library(form) and not own:
+            return BwdLaunch(None, ())
+        form = own_bwd(problem.gpu, *key) if form.route == "library" else form
+    if not form.one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
         kernel = _attention_bwd_dkdv_kernel
         return BwdLaunch(None, (
@@ -265,20 +284,24 @@ class Layouts(NamedTuple):
 class FwdCall(NamedTuple):
     """The forward of tensors in some layouts."""
 
-    launch: Callable[..., None]
+    launch: Callable[..., None] | None  # None: the library's
     sizes: tuple[int, ...]  # before those of packed sequences
 
 
 @launch_plan
-def fwd_call(gpu: Gpu, *fields: Any) -> FwdCall:
-    """Arguments: the fields of `Layouts`."""
+def fwd_call(gpu: Gpu, *fields: Any, own: bool = False) -> FwdCall:
+    """Arguments: the fields of `Layouts`, whether ours must run."""
     layouts = Layouts(gpu, *fields)
-    launch = fwd_launch(*layouts.problem())
+    problem = Problem(*layouts.problem())
+    if not own and problem.is_by_library(FWD_TABLE.choose(gpu, *problem.key())):
+        return FwdCall(None, ())
+    launch = fwd_launch(*problem)
     return FwdCall(launch.bind(layouts), launch.sizes)
 
 
 class BwdCall(NamedTuple):
-    """The backward of tensors in some layouts: one pass, or dq and then dk and dv."""
+    """The backward of tensors in some layouts: one pass, or dq and then dk and dv; else by the
+    library."""
 
     one_pass: Callable[..., None] | None
     dq: Callable[..., None] | None
@@ -287,14 +310,19 @@ class BwdCall(NamedTuple):
 
 
 @launch_plan
-def bwd_call(gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any) -> BwdCall:
-    """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`."""
+def bwd_call(
+    gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any, own: bool = False
+) -> BwdCall:
+    """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
+    ours must run."""
     layouts = Layouts(gpu, *fields)
-    one_pass, split = bwd_launch(*layouts.problem(), dbias)
+    one_pass, split = bwd_launch(*layouts.problem(), dbias, own=own)
     if one_pass is not None:
         assert layouts.mask is None
         launch = one_pass.bind(layouts, dq_stride, dk_stride, has_mask=False)
         return BwdCall(launch, None, (), one_pass.sizes)
+    if not split:
+        return BwdCall(None, None, (), ())
     dq, *dkdv = split
     return BwdCall(
         None, dq.bind(layouts, dq_stride), tuple(x.bind(layouts, dk_stride) for x in dkdv), dq.sizes
@@ -353,10 +381,10 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 
 def launch_fwd(
-    out: Tensor, lse: Tensor, qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None,
-    scale: float, dropout_p: float, is_causal: bool, packing: Packing | None = None,
-) -> None:  # fmt: skip
-    """Fill out (B, T, H, D) and lse (`empty_rows`).
+    qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
+    is_causal: bool, packing: Packing | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, T, H, D) and lse (`empty_rows`), by our kernel or by the library's.
 
     qkv: q, k and v, (B, T, H, D) views.
     mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
@@ -365,25 +393,42 @@ def launch_fwd(
     q, k, v = qkv
     device, precision = gpu(q.device), torch.get_float32_matmul_precision()
     if packing is not None:
+        out = q.new_empty(q.shape)
+        lse = empty_rows(out, packing)
         cu_seqlens, T = packing
+        if not out.numel() or cu_seqlens.shape[0] < 2:
+            return out, lse
         shape = (cu_seqlens.shape[0] - 1, T, *q.shape[2:])
         strides = (q.stride()[1:], k.stride()[1:], v.stride()[1:])
         call = fwd_call(
             device, q.dtype, shape, T, strides, None, False, True, scale, dropout_p, precision
         )
+        assert call.launch is not None
         call.launch(
             out, lse, q, k, v, None, seed, cu_seqlens, *call.sizes, q.shape[1], lse.stride(0)
         )
-        return
+        return out, lse
+    if not q.numel():
+        out = q.new_empty(q.shape)
+        return out, empty_rows(out)
     layout = None
     if mask is not None:
         layout = mask.dtype, mask.shape, mask.stride()
         mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
-    call = fwd_call(
+    layouts = (
         device, q.dtype, q.shape, k.shape[1], (q.stride(), k.stride(), v.stride()), layout,
         is_causal, False, scale, dropout_p, precision,
     )  # fmt: skip
+    call = fwd_call(*layouts)
+    if call.launch is None:
+        if (found := library_fwd(qkv, scale, is_causal)) is not None:
+            return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
+        call = fwd_call(*layouts, own=True)
+        assert call.launch is not None
+    out = q.new_empty(q.shape)
+    lse = empty_rows(out)
     call.launch(out, lse, q, k, v, mask, seed, None)
+    return out, lse
 
 
 def bias_partials(q: Tensor, has_dropout: bool) -> int:
@@ -392,43 +437,60 @@ def bias_partials(q: Tensor, has_dropout: bool) -> int:
     if has_dropout:
         return 0
     one_pass, _ = bwd_launch(
-        gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision()
-    )
+        gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision(),
+        own=bits_must_repeat(),
+    )  # fmt: skip
     if one_pass is None:
         return 0
     return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
 
 
 def launch_bwd(
-    grads: Sequence[Tensor], dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor,
+    grads: Sequence[Tensor] | None, dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor,
     mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
     dbias: Tensor | None = None, packing: Packing | None = None,
-) -> Tensor | None:  # fmt: skip
+) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
-    Returns delta (B, H, T_q) fp32 in padded rows, None in one pass, which no mask takes.
+    Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
+    which no mask takes.
 
+    grads: None: contiguous ones are allocated.
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
     qkv, mask, packing: as for `launch_fwd`.
     """
-    (dq, dk, dv), (q, k, v) = grads, qkv
-    lse = padded_rows(lse)
+    q, k, v = qkv
     shape, T_kv, cu_seqlens = q.shape, k.shape[1], None
     strides = tuple(x.stride() for x in (dout, q, k, v))
     if packing is not None:
         cu_seqlens, T_kv = packing
         shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
         strides = tuple(each[1:] for each in strides)
-    call = bwd_call(
-        gpu(q.device), dbias is not None, dq.stride(1), dk.stride(1), q.dtype, shape, T_kv,
-        strides, mask_layout(mask), is_causal, packing is not None, scale, dropout_p,
-        torch.get_float32_matmul_precision(),
+    steps = (
+        (shape[2] * shape[3],) * 2 if grads is None else (grads[0].stride(1), grads[1].stride(1))
+    )
+    layouts = (
+        gpu(q.device), dbias is not None, *steps, q.dtype, shape, T_kv, strides, mask_layout(mask),
+        is_causal, packing is not None, scale, dropout_p, torch.get_float32_matmul_precision(),
     )  # fmt: skip
+    call = bwd_call(*layouts)
+    if call.one_pass is None and call.dq is None:
+        found = library_bwd(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
+        if found is not None:
+            if grads is None:
+                return [x.contiguous() for x in found], None
+            for grad, x in zip(grads, found, strict=True):
+                grad.copy_(x)
+            return grads, None
+        call = bwd_call(*layouts, own=True)
+    if grads is None:
+        grads = [x.new_empty(x.shape) for x in qkv]
+    (dq, dk, dv), lse = grads, padded_rows(lse)
     sizes = () if packing is None else (*call.sizes, q.shape[1], lse.stride(0))
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
-        return None
+        return grads, None
     assert dbias is None and call.dq is not None
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
@@ -436,7 +498,7 @@ def launch_bwd(
     call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
     for launch in call.dkdv:
         launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)
-    return delta
+    return grads, delta
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,6 @@ from .backward_bias import launch_bias_grad
 from .launch import (
     empty_dqkv,
     empty_outputs,
-    empty_rows,
     fwd_flops,
     launch_bwd,
     launch_fwd,
@@ -61,11 +60,7 @@ def masked_attention_fwd(
     qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
-    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
-    lse = empty_rows(out)
-    if qkv.numel():
-        launch_fwd(out, lse, readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
-    return out, lse
+    return launch_fwd(readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
 
 
 def _empty_masked_bwd(qkv: Tensor, mask: Tensor, needs_dmask: bool) -> tuple[Tensor, Tensor]:
@@ -86,7 +81,7 @@ def masked_attention_bwd(
     if qkv.numel() == 0:
         return dqkv, dmask.zero_()
     dout, heads = readable(dout), readable(qkv).unbind(2)
-    delta = launch_bwd(
+    _, delta = launch_bwd(
         dqkv.unbind(2), dout, heads, out.contiguous(), lse, mask, seed, scale, dropout_p, False
     )
     if needs_dmask:

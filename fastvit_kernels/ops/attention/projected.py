@@ -33,7 +33,6 @@ from .launch import (
     bias_partials,
     bwd_flops,
     empty_dqkv,
-    empty_rows,
     launch_bwd,
     launch_fwd,
     readable,
@@ -74,11 +73,7 @@ def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    out = qkv.new_empty((B, T, num_heads, D))
-    lse = empty_rows(out)
-    if qkv.numel():
-        launch_fwd(out, lse, qkv.unbind(2), None, seed, scale, dropout_p, False)
-    return qkv, out, lse
+    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False)
 
 
 def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:

@@ -101,20 +101,15 @@ def rope_attention_fwd(
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
     turned = qkv.new_empty((B, T, 2, num_heads, D) if apart else (0,))
-    out = qkv.new_empty((B, T, num_heads, D))
-    packing = None
-    if cu_seqlens is not None:
-        packing = Packing(cu_seqlens.contiguous(), max_seqlen)
+    q, k, v = qkv.unbind(2)
+    turned_q, turned_k = turned.unbind(2) if apart else (q, k)
     if qkv.numel():
-        q, k, v = qkv.unbind(2)
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
-        turned_q, turned_k = turned.unbind(2) if apart else (q, k)
         rotation = Rotation(interleaved, prefix_tokens, norm, eps)
         rotate((turned_q, turned_k), q, k, tables_of(cos, sin), rotation, norms)
-        lse = empty_rows(out, packing)
-        launch_fwd(out, lse, (turned_q, turned_k, v), None, seed, scale, dropout_p, False, packing)
-        return qkv, turned, out, lse
-    return qkv, turned, out, empty_rows(out, packing)
+    packing = None if cu_seqlens is None else Packing(cu_seqlens.contiguous(), max_seqlen)
+    heads = (turned_q, turned_k, v)
+    return qkv, turned, *launch_fwd(heads, None, seed, scale, dropout_p, False, packing)
 
 
 def _empty_bwd(

@@ -53,13 +53,9 @@ def sdpa_fwd(
     dropout_p: float, is_causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    B, H, T, D = q.shape
-    out = q.new_empty((B, T, H, D))
-    lse = empty_rows(out)
-    if out.numel():
-        q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
-        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        launch_fwd(out, lse, heads, mask, seed, scale, dropout_p, is_causal)
+    q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    out, lse = launch_fwd(heads, mask, seed, scale, dropout_p, is_causal)
     return out.transpose(1, 2), lse
 
 
@@ -78,19 +74,17 @@ def _gradients(
     dmask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
-    grads = [_tokens_first(x) for x in (q, k, v)]
     if out.numel():
         dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        delta = launch_bwd(
-            grads, dout, heads, out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
+        grads, delta = launch_bwd(
+            None, dout, heads, out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
             is_causal,
         )  # fmt: skip
         if dmask is not None:
             assert mask is not None and delta is not None
             launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
     else:
-        for grad in grads:  # there may be keys without a query
-            grad.zero_()
+        grads = [_tokens_first(x).zero_() for x in (q, k, v)]  # keys without a query, perhaps
         if dmask is not None:
             dmask.zero_()
     dq, dk, dv = (x.transpose(1, 2) for x in grads)

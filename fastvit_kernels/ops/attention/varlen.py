@@ -124,12 +124,9 @@ def varlen_attention_fwd(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
     packing = Packing(cu_seqlens.contiguous(), max_seqlen)
-    out = qkv.new_empty(qkv.shape[:1] + qkv.shape[2:])
-    lse = empty_rows(out.unsqueeze(0), packing)
-    if out.numel() and len(cu_seqlens) > 1:
-        heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
-        launch_fwd(out.unsqueeze(0), lse, heads, None, seed, scale, dropout_p, False, packing)
-    return out, lse
+    heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
+    out, lse = launch_fwd(heads, None, seed, scale, dropout_p, False, packing)
+    return out.squeeze_(0), lse  # no view of another tensor
 
 
 def _flops_bwd(dout, max_seqlen):

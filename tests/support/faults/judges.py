@@ -410,6 +410,12 @@ FAULTS = [
         "with poisoned():", "with quiet_interpreter():", RUNNER,
     ),
     Fault(
+        "judge-bits-unrepeatable", "verify/runner.py", "check",
+        "equal bits asked where none are promised",
+        "repeats - 1 if all(map(_repeats, choices)) else 0", "repeats - 1",
+        only=("ops/test_attention_library.py",),
+    ),
+    Fault(
         "judge-bits-gradient", "verify/runner.py", "check", "bits of gradients are not compared",
         "if _bits_differ(a, grads2[name])", "if _bits_differ(a, grads[name])", RUNNER,
     ),

@@ -1017,6 +1017,44 @@ BACKWARD = [
         "rows of lse taken to be padded whatever unpacked them",
         "lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end", "True",
     ),
+    Fault(
+        "library-lse-out", "ops/attention/library.py", "library_fwd",
+        "the library's lse kept as it is, in natural logs",
+        "(lse.reshape(out.shape[:3]) * LOG2E)", "lse.reshape(out.shape[:3])",
+    ),
+    Fault(
+        "library-lse-in", "ops/attention/library.py", "library_bwd",
+        "the library given lse in base 2", "(lse * (1.0 / LOG2E))", "lse",
+    ),
+    Fault(
+        "library-bits", "ops/attention/library.py", "_kernels",
+        "the library whatever torch is asked for", "values.bits_must_repeat()", "False",
+    ),
+    Fault(
+        "library-poison", "runtime/values.py", "bits_must_repeat",
+        "memory that is filled taken for a wish for equal bits", " and not poisoned", "",
+        only=("ops/test_attention_library.py", "tools/test_tuning.py"),
+    ),
+    Fault(
+        "library-packed", "ops/attention/launch.py", "launch_bwd",
+        "the library's gradients not packed", "grad.copy_(x)", "pass",
+        only=("ops/test_attention_library.py",),
+    ),
+    Fault(
+        "library-layout", "ops/attention/launch.py", "launch_bwd",
+        "gradients of q, k and v in the library's strides", "x.contiguous() for x in found",
+        "x for x in found", only=("ops/test_attention_library.py",),
+    ),
+    Fault(
+        "library-cross", "ops/attention/launch.py", "Problem.is_by_library",
+        "the library for other keys than queries", " and self.shape[1] == self.T_kv", "",
+        only=("ops/test_attention_library.py",),
+    ),
+    Fault(
+        "library-masks", "ops/attention/configs.py", "_library_fits",
+        "the library without the mask, or without dropout", 'mask in ("none", "causal") and ', "",
+        only=("ops/test_attention_library.py",),
+    ),
 ]  # fmt: skip
 
 _VARLEN = ("ops/test_varlen.py",)

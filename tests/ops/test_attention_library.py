@@ -1,0 +1,453 @@
+"""Attention by the library's kernels: on a CPU torch's flash kernel stands for those of a GPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
+from private import FakeTensorMode, set_deterministic
+from torch import library as torch_library
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastvit_kernels.ops.attention import launch, library
+from fastvit_kernels.ops.attention.configs import (
+    BWD_TABLE,
+    FWD_TABLE,
+    LIBRARY_BWD,
+    LIBRARY_FROM,
+    LIBRARY_FWD,
+    forced_route,
+)
+from fastvit_kernels.ops.attention.functions import attention, attention_ref
+from fastvit_kernels.ops.attention.launch import Problem
+from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention_ref
+from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
+from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention as sdpa
+from fastvit_kernels.ops.attention.varlen import varlen_attention
+from fastvit_kernels.runtime import configs
+from fastvit_kernels.runtime.backend import Gpu
+from fastvit_kernels.runtime.compat import CUDNN, FLASH, torch_sdpa
+from fastvit_kernels.runtime.configs import forced
+from fastvit_kernels.runtime.values import bits_must_repeat
+from fastvit_kernels.verify.accuracy import Reference
+from fastvit_kernels.verify.runner import check, poisoned
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+TAKEN = [d for d in DTYPES if DEVICE.type == "cpu" or d.itemsize == 2]
+H, D = 2, 16
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """Which of "fwd" and "bwd" the library computed, in order."""
+    found = []
+    for name in ("fwd", "bwd"):
+        function = getattr(library, f"library_{name}")
+
+        def called(*arguments, function=function, name=name):
+            result = function(*arguments)
+            found.extend([name] if result is not None else [])
+            return result
+
+        monkeypatch.setattr(launch, f"library_{name}", called)
+    set_deterministic(False)
+    return found
+
+
+@pytest.fixture
+def took(noted):
+    """The same, where it computes whatever it can."""
+    with forced_route("library"):
+        yield noted
+
+
+def _packed(T=37, B=2, dtype=TAKEN[0]):
+    return {"qkv": rand(B, T, 3, H, D, dtype=dtype)}
+
+
+def _projected(T=37, dtype=TAKEN[0]):
+    shapes = {"x": (2, T, 24), "weight": (3 * H * D, 24), "bias": (3 * H * D,)}
+    return {n: rand(*s, dtype=dtype, seed=i, scale=0.5) for i, (n, s) in enumerate(shapes.items())}
+
+
+def _separate(T=37, dtype=TAKEN[0]):
+    return {
+        n: rand(2, H, T, D, dtype=dtype, seed=i) for i, n in enumerate(("query", "key", "value"))
+    }
+
+
+def _turned(T=37, dtype=TAKEN[0]):
+    return _projected(T, dtype) | {n: rand(T, D, seed=7, grad=False) for n in ("cos", "sin")}
+
+
+OPS = {
+    "attention": (attention, attention_ref, _packed),
+    "qkv_attention": (
+        partial(qkv_attention, num_heads=H), partial(qkv_attention_ref, num_heads=H), _projected,
+    ),
+    "rope_attention": (
+        partial(rope_attention, num_heads=H), partial(rope_attention_ref, num_heads=H), _turned,
+    ),
+    "sdpa": (sdpa, torch_sdpa, _separate),
+    "causal": (partial(sdpa, is_causal=True), partial(torch_sdpa, is_causal=True), _separate),
+}  # fmt: skip
+every_op = pytest.mark.parametrize("op", OPS)
+
+
+@pytest.mark.parametrize("dtype", TAKEN, ids=dtype_id)
+@pytest.mark.parametrize("T", [1, 37, 64])
+@every_op
+def test_the_library_keeps_the_2x_rule(op, T, dtype, took):
+    function, reference, inputs = OPS[op]
+    assert_accurate(function, reference, inputs(T=T, dtype=dtype))
+    assert set(took) == {"fwd", "bwd"}
+
+
+@pytest.mark.parametrize(
+    "table", [(FWD_TABLE, LIBRARY_FWD), (BWD_TABLE, LIBRARY_BWD)], ids=["fwd", "bwd"]
+)
+@every_op
+def test_forward_and_backward_may_go_different_ways(op, table, took):
+    """One lse serves both: base 2, rows padded with what makes p 0 in our backward."""
+    function, reference, inputs = OPS[op]
+    with forced_route("triton"), forced(table[0].name, table[1]):
+        assert_accurate(function, reference, inputs())
+    assert set(took) == {table[0].name[-3:]}
+
+
+def test_packed_in_any_layout_packed_out(took):
+    B, T = 2, 21
+    layouts = {
+        "packed": rand(B, T, 3, H, D, dtype=fp16, grad=False),
+        "by head": rand(B, T, H, 3, D, dtype=fp16, grad=False).transpose(2, 3),
+        "heads first": rand(B, H, T, 3, D, dtype=fp16, grad=False).permute(0, 2, 3, 1, 4),
+        "sliced": rand(B, T + 3, 3, H, 2 * D, dtype=fp16, grad=False)[:, 1:-2, :, :, D:],
+        "expanded": rand(1, T, 3, H, D, dtype=fp16, grad=False).expand(B, T, 3, H, D),
+        "transposed": rand(B, T, 3, D, H, dtype=fp16, grad=False).transpose(3, 4),
+    }
+    for qkv in layouts.values():
+        assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
+        out, lse = torch.ops.fastvit_kernels.attention_fwd(qkv.detach(), None, 0.25, 0.0)
+        assert out.is_contiguous() and lse.stride() == launch.empty_rows(out).stride()
+        dqkv = torch.ops.fastvit_kernels.attention_bwd(out, qkv.detach(), out, lse, None, 0.25, 0.0)
+        assert dqkv.is_contiguous() and dqkv.shape == qkv.shape
+    assert took.count("fwd") == took.count("bwd") >= 2 * len(layouts)
+
+
+def test_an_upstream_gradient_in_any_layout(took):
+    for upstream in (torch.randn(D, device=DEVICE), torch.randn(1, device=DEVICE)):
+        expanded = upstream.to(TAKEN[0]).expand(2, 37, H, D)
+        assert_accurate(attention, attention_ref, _packed(), upstream=[expanded])
+    apart = rand(2, D, H, 37, dtype=TAKEN[0], grad=False).permute(0, 3, 2, 1)
+    assert_accurate(attention, attention_ref, _packed(), upstream=[apart])
+    assert took.count("bwd") >= 3
+
+
+def test_views_are_not_copied(monkeypatch, took):
+    """q, k and v reach the library where they lie in qkv, and dout where it is contiguous."""
+    qkv, seen = rand(2, 37, 3, H, D, dtype=bf16), []
+    kernels = library._kernels
+
+    def noting(heads, scale, is_causal):
+        forward, backward = kernels(heads, scale, is_causal)
+
+        def called(*tensors, **options):
+            seen.append([x.data_ptr() for x in tensors if isinstance(x, torch.Tensor)])
+            return backward(*tensors, **options)
+
+        if DEVICE.type == "cpu":
+            monkeypatch.setattr(library, "FLASH_CPU", (forward, called))
+        seen.append([x.data_ptr() for x in heads])
+        return forward, called
+
+    monkeypatch.setattr(library, "_kernels", noting)
+    out = attention(qkv)
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    wanted = [x.data_ptr() for x in qkv.detach().unbind(2)]
+    assert seen[0] == seen[1] == wanted
+    assert seen[2][:5] == [upstream.data_ptr(), *wanted, out.data_ptr()]
+
+
+@pytest.mark.parametrize("op", ["qkv_attention", "sdpa", "rope_attention"])
+def test_each_gradient_alone(op, took):
+    function, reference, make = OPS[op]
+    names = [n for n, x in make().items() if x.requires_grad]
+    for wanted in names:
+        inputs = make()
+        for name in names:
+            inputs[name].requires_grad_(name == wanted)
+        assert_accurate(function, reference, inputs)
+    assert took.count("bwd") >= len(names)
+
+
+@every_op
+def test_no_sample(op, took):
+    function, _, make = OPS[op]
+    inputs = {
+        n: x if n in ("weight", "bias", "cos", "sin") else x.detach()[:0].requires_grad_()
+        for n, x in make().items()
+    }
+    out = function(**inputs)
+    out.sum().backward()
+    assert out.shape[0] == 0 and not took
+    assert all(x.grad is None or not x.grad.count_nonzero() for x in inputs.values())
+
+
+@every_op
+def test_where_bits_must_repeat_ours_run(op, took):
+    function, _, make = OPS[op]
+
+    def run():
+        inputs = make()
+        out = function(**inputs)
+        leaves = [x for x in inputs.values() if x.requires_grad]
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    with forced_route("triton"):
+        ours = run()
+    run()
+    assert took == ["fwd", "bwd"]
+    set_deterministic(True)
+    again = run()
+    assert took == ["fwd", "bwd"]
+    assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
+
+
+def test_between_forward_and_backward_the_switch_may_turn(took):
+    qkv = _packed()["qkv"]
+    (wanted,) = torch.autograd.grad(attention(qkv).square().sum(), qkv)
+    out = attention(qkv)
+    set_deterministic(True)
+    (grad,) = torch.autograd.grad(out.square().sum(), qkv)
+    assert took == ["fwd", "bwd", "fwd"]
+    torch.testing.assert_close(grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_poisoned_memory_is_no_wish_for_equal_bits():
+    set_deterministic(False)
+    with poisoned():
+        assert torch.are_deterministic_algorithms_enabled() and not bits_must_repeat()
+        with poisoned():
+            assert not bits_must_repeat()
+        assert not bits_must_repeat()
+    assert not bits_must_repeat()
+    set_deterministic(True)
+    with poisoned():
+        assert bits_must_repeat()
+
+
+def test_a_check_asks_no_equal_bits_of_the_librarys_backward(took, monkeypatch):
+    """Its dq is added in any order: numbers are judged, and of ours the bits too."""
+    reference = Reference(attention_ref, _packed())
+    copied = launch.library_bwd
+
+    def unsteady(*arguments):
+        found = copied(*arguments)
+        return None if found is None else [x * (1 + 2e-7 * len(took)) for x in found]
+
+    monkeypatch.setattr(launch, "library_bwd", unsteady)
+    check(reference, attention)
+    assert took == ["fwd", "bwd"]
+    monkeypatch.setattr(launch, "library_bwd", lambda *a: [x * 1.5 for x in copied(*a) or ()])
+    with pytest.raises(AssertionError, match=r"dqkv: .* FAILED"):
+        check(reference, attention)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda qkv: attention(qkv, dropout_p=0.2),
+        lambda qkv: attention(qkv, attn_mask=torch.ones(37, dtype=torch.bool, device=DEVICE)),
+        lambda qkv: attention(qkv, attn_mask=rand(37, 37, grad=False)),
+        lambda qkv: varlen_attention(
+            qkv.flatten(0, 1), torch.tensor([0, 37, 74], device=DEVICE, dtype=torch.int32), 37
+        ),
+        lambda qkv: sdpa(*(x.transpose(1, 2) for x in (qkv[:, :5, 0], *qkv[:, :, 1:].unbind(2)))),
+        lambda qkv: sdpa(
+            *(x.transpose(1, 2) for x in (qkv[:, :5, 0], *qkv[:, :, 1:].unbind(2))), is_causal=True
+        ),
+    ],
+    ids=["dropout", "keys", "bias", "varlen", "cross", "cross, causal"],
+)
+def test_what_the_library_is_not_asked_for(call, took):
+    call(_packed()["qkv"]).sum().backward()
+    assert not took
+
+
+# Who looks on
+
+
+@every_op
+def test_compiled_whole(op, took):
+    function, _, make = OPS[op]
+    compiled = torch.compile(lambda kw: function(**kw), fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (lambda kw: function(**kw), compiled):
+        inputs = make()
+        out = run(inputs)
+        leaves = [x for x in inputs.values() if x.requires_grad]
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+    assert took == ["fwd", "bwd"] * 2
+
+
+def test_operators_pass_opcheck(took):
+    qkv = _packed()["qkv"].detach()
+    ops, checks = torch.ops.fastvit_kernels, ("test_schema", "test_faketensor")
+    out, lse = ops.attention_fwd(qkv, None, 0.2, 0.0)
+    torch_library.opcheck(ops.attention_fwd, (qkv, None, 0.2, 0.0), test_utils=checks)
+    backward = (out, qkv, out, lse, None, 0.2, 0.0)
+    torch_library.opcheck(ops.attention_bwd, backward, test_utils=checks)
+    q, k, v = (x.detach() for x in _separate().values())
+    for heads in ((q, k, v), [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]):
+        options = None, None, 0.2, 0.0, True
+        out, lse = ops.sdpa_fwd(*heads, *options)
+        torch_library.opcheck(ops.sdpa_fwd, (*heads, *options), test_utils=checks)
+        backward = (out, *heads, out, lse, *options)
+        torch_library.opcheck(ops.sdpa_bwd, backward, test_utils=checks)
+    assert {"fwd", "bwd"} == set(took)
+
+
+def test_gradients_lie_as_compilers_are_told(took, monkeypatch):
+    """Tokens first, whatever strides the library gives them."""
+    backward = launch.library_bwd
+
+    def heads_first(*arguments):
+        found = backward(*arguments)
+        assert found is not None
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
+
+    monkeypatch.setattr(launch, "library_bwd", heads_first)
+    inputs = {n: x.detach() for n, x in _separate().items()}
+    ops = torch.ops.fastvit_kernels
+    out, lse = ops.sdpa_fwd(*inputs.values(), None, None, 0.25, 0.0, False)
+    arguments = (out, *inputs.values(), out, lse, None, None, 0.25, 0.0, False)
+    torch_library.opcheck(ops.sdpa_bwd, arguments, test_utils=("test_faketensor",))
+    assert_accurate(sdpa, torch_sdpa, _separate())
+    assert took
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_a_checkpoint(reentrant, took):
+    results = []
+    for run in (attention, partial(checkpoint, attention, use_reentrant=reentrant)):
+        qkv = _packed()["qkv"]
+        run(qkv).square().sum().backward()
+        results.append(qkv.grad)
+    torch.testing.assert_close(*results)
+    assert took == ["fwd", "bwd", "fwd", "fwd", "bwd"]
+
+
+def test_under_autocast(took):
+    inputs = _projected(dtype=fp32)
+    with torch.autocast(DEVICE.type, bf16):
+        out = qkv_attention(**inputs, num_heads=H)
+        grads = torch.autograd.grad(out.float().square().sum(), list(inputs.values()))
+    assert out.dtype is bf16 and {g.dtype for g in grads} == {fp32}
+    assert took == ["fwd", "bwd"]
+
+
+def test_flops_and_exports_are_those_of_our_route(took):
+    counts = []
+    for route in ("library", "triton"):
+        with forced_route(route), FlopCounterMode(display=False) as counter:
+            attention(_packed()["qkv"]).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 14 * 2 * H * 37**2 * D and took == ["fwd", "bwd"]
+
+    class Attend(torch.nn.Module):
+        def forward(self, qkv):
+            return attention(qkv)
+
+    qkv = _packed()["qkv"].detach()
+    exported = torch.export.export(Attend(), (qkv,)).module()
+    torch.testing.assert_close(exported(qkv), attention(qkv))
+    assert took[2:] == ["fwd", "fwd"]
+
+
+def test_a_second_derivative_raises(took):
+    qkv = _packed()["qkv"]
+    (grad,) = torch.autograd.grad(attention(qkv).square().sum(), qkv, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        grad.sum().backward()
+
+
+# CUDA's kernels, on tensors without values: their signatures, and the layouts that they promise
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernels"), [("FLASH_ATTENTION", FLASH), ("CUDNN_ATTENTION", CUDNN)]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cudas_kernels_take_what_they_are_given(choice, kernels, is_causal, monkeypatch):
+    set_deterministic(False)
+    monkeypatch.setattr(library, "sdpa_choice", lambda *_, **__: getattr(SDPBackend, choice).value)
+    assert None not in kernels
+    with FakeTensorMode():
+        qkv = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda")
+        q, k, v = qkv.unbind(2)
+        found = library.library_fwd((q, k, v), 0.125, is_causal)
+        assert found is not None
+        out, lse = found
+        assert out.shape == q.shape and out.is_contiguous() and out.dtype is bf16
+        assert lse.shape == (2, 4, 70) and lse.is_contiguous() and lse.dtype is fp32
+        rows = launch.empty_rows(out)
+        grads = library.library_bwd(out, (q, k, v), out, rows, 0.125, is_causal)
+        assert grads is not None and {x.shape for x in grads} == {q.shape}
+
+
+def test_where_torch_would_take_another_ours_runs(monkeypatch):
+    set_deterministic(False)
+    with FakeTensorMode():
+        heads = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda").unbind(2)
+        for choice in (-1, SDPBackend.MATH.value, SDPBackend.EFFICIENT_ATTENTION.value):
+            monkeypatch.setattr(library, "sdpa_choice", lambda *_, choice=choice, **__: choice)
+            assert library.library_fwd(heads, 0.125, False) is None
+            out, lse = heads[0], torch.empty(2, 4, 70, device="cuda")
+            assert library.library_bwd(out, heads, out, lse, 0.125, False) is None
+
+
+# The table
+
+
+def _routes(on, T, *, dtype="bf16", D=64, mask="none", B=8):
+    kinds = {"bf16": bf16, "fp16": fp16, "fp32": fp32}
+    key = Problem(on, kinds[dtype], (B, T, 12, D), T, mask, False, "ieee").key()
+    return [table.choose(on, *key).route for table in (FWD_TABLE, BWD_TABLE)]
+
+
+H100, A100 = Gpu("sm_90", 132, 227 * 1024), Gpu("sm_80", 108, 163 * 1024)
+
+
+@pytest.mark.parametrize("on", [H100, A100], ids=lambda on: on.arch)
+def test_what_the_table_says(on):
+    ours, its = ["triton"] * 2, ["library"] * 2
+    assert all(reason == "modelled" for _, reason in LIBRARY_FROM.values())
+    for T in (1, 50, 197, 257, 577, 1024, 1025, 2047):
+        assert _routes(on, T) == ours
+    for T in (2048, 2305, 4097, 10**5):
+        assert _routes(on, T) == _routes(on, T, mask="causal") == its
+        assert _routes(on, T, D=32, dtype="fp16", B=1) == _routes(on, T, D=128) == its
+        for other in ("keys", "bool", "add", "varlen"):
+            assert _routes(on, T, mask=other) == ours
+        assert _routes(on, T, dtype="fp32") == _routes(on, T, D=136) == ours
+    for elsewhere in (Gpu("sm_86", 84, 99 * 1024), Gpu("gfx942", 304, 2**16), Gpu("cpu", 2, 2**20)):
+        assert _routes(elsewhere, 4097) == ours
+
+
+def test_a_tuned_entry_goes_before_it(noted, monkeypatch):
+    here = Gpu("cpu", 2, 2**20, "Stand-in GPU 1")
+    monkeypatch.setattr(launch, "gpu", lambda _: here)
+    monkeypatch.setattr(configs, "_tuned", {})
+    qkv = _packed()["qkv"]
+    key = Problem(here, qkv.dtype, (2, 37, H, D), 37, "none", False, "ieee").key()
+    by_library = {("attention_fwd", key): LIBRARY_FWD, ("attention_bwd", key): LIBRARY_BWD}
+    for tuned, wanted in (({}, []), (by_library, ["fwd", "bwd"]), ({}, ["fwd", "bwd"])):
+        configs.install(here, tuned)
+        attention(qkv).sum().backward()
+        assert noted == wanted
