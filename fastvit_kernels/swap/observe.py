@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .copies import CALL, Copier, numbers_of_heads, shorter_tables, sizes_of, tables_of
 from .draws import Foreign, own_draws
-from .facts import ClassOf, leaves, level_of
+from .facts import ClassOf, is_recognised, leaves, level_of
 from .hosts.attention import AttentionRoles
 from .hosts.fused import HEAVY, arguments_of, example, part, width_of
 from .hosts.masks import example_of_mask
@@ -292,9 +292,10 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
     masks = [n for n in names if is_mask(n)]
     for inside, m in open_parts(module, class_of):
         cls = class_of(m)
-        roles = getattr(cls, "fused_roles", None)
-        if not isinstance(roles, AttentionRoles) or not cls.fused_searched:
-            continue  # a table's roles name settings: its block runs without
+        # Other roles of a table name settings: their block runs without.
+        roles = getattr(cls, "fused_masked", None) or (is_recognised(cls) and cls.fused_roles)
+        if not isinstance(roles, AttentionRoles):
+            continue
 
         def more(copy: Any, tokens: int, mask: bool, name: str = inside, roles: Any = roles) -> Any:
             angles = angle_argument(module) if roles.rope else None

@@ -286,6 +286,9 @@ class Search:
                 except Refused as refused:
                     why.append(refused)
                     continue
+                given = [own for s in every[0].steps for _, own in s.context]
+                if any(map(is_mask, given)):
+                    every += [roles._replace(added=True) for roles in every]
                 yield from (roles for roles in every if roles not in known)
                 known |= dict.fromkeys(every)
                 resting = resting if training else every
@@ -353,6 +356,7 @@ def describe(roles: Any) -> str:
         what += [f"in windows of {s.window}" for s in roles.steps if s.window]
         what += ["in evaluation"] * roles.evaluation
         what += [f"without {roles.sampled} of the samples"] * bool(roles.sampled)
+        what += ["with added masks"] * roles.added
         what += [f"{n} unread" for n in roles.unread]
         return f"block of {', '.join(what)}"
     told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]

@@ -36,7 +36,7 @@ class AttentionRoles(NamedTuple):
     out: str = ""
     layout: str = "3HD"  # of the columns of a packed projection
     scale: str | float | None = None  # a setting of the module, a number, or None for D**-0.5
-    causal: bool = False
+    causal: bool | str = False  # or the argument that says so where there is no mask
     dropout: str = ""  # of the probabilities: a setting or an nn.Dropout
     norm: str = ""  # before the projections
     q_norm: str = ""  # of each head's queries
@@ -50,7 +50,8 @@ class AttentionRoles(NamedTuple):
     rope: str = ""  # the argument with the angles
     rotate: str = ""  # the method or function of the host that rotates q and k by them
     spread: str = ""  # how it takes them: together, "*" one by one, "*0" with unsqueeze_dim=0;
-    # "each": one by one, for q and k apart and without the tokens of the prefix
+    # "each": one by one, for q and k apart and without the tokens of the prefix; "tokens": one by
+    # one, with q and k (B, T, H, D)
     prefix: int | str = 0  # tokens that it leaves out, or the setting that says how many
     kernel: str = ""  # what that computes, in words of `ways_of_rope`: the kernel may stand for it
     needs_rope: bool = False  # it takes no call without angles
@@ -211,7 +212,10 @@ class Attention(Body):
             return self.fused_attend(x.unsqueeze(0), turn=turn, packing=packing).squeeze(0)
         angles = extras.get(self.fused_roles.rope)
         turn = None if angles is None else self.fused_turn(x, angles)
-        return self.fused_attend(x, self.fused_mask(x, extras), turn, angles)
+        mask, causal = self.fused_mask(x, extras), self.fused_roles.causal
+        if isinstance(causal, str):
+            causal = mask is None and bool(extras.get(causal))
+        return self.fused_attend(x, mask, turn, angles, causal=causal)
 
     def fused_turns(
         self: Any, x: Tensor, packing: Packing, angles: tuple[Any, ...] | None
@@ -231,7 +235,7 @@ class Attention(Body):
     def fused_unpacked(self: Any) -> str | None:
         """Why it cannot see several sequences as one, whatever the call."""
         roles, kind = self.fused_roles, type(self)
-        placed = roles.causal or roles.grid or roles.turn or tokens_of(self)
+        placed = roles.causal is True or roles.grid or roles.turn or tokens_of(self)
         changed = any(getattr(kind, n) is not getattr(Attention, n) for n in _OF_SEQUENCES)
         if placed or changed or self.fused_bias() is not None:
             return "its attention knows where a token stands, or attends in another way"
@@ -243,13 +247,15 @@ class Attention(Body):
         roles = self.fused_roles
         if any(extras.get(roles.mask) is not None for _, extras in calls):
             return "its attention is given a mask"
+        if any(extras.get(roles.causal) for _, extras in calls):
+            return "its attention is causal"
         every = [(x, extras.get(roles.rope)) for x, extras in calls]
         by_host = any(e is not None and self.fused_turn(x, e) is None for x, e in every)
         return "its host turns queries and keys" if by_host else None
 
     def fused_attend(
         self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
-        angles: Any = None, packing: Packing | None = None,
+        angles: Any = None, packing: Packing | None = None, causal: bool = False,
     ) -> Tensor:  # fmt: skip
         """(B, T, C) -> (B, T, H, D); angles without a turn are for the host's own function."""
         roles, D = self.fused_roles, self.fused_head_dim()
@@ -258,7 +264,7 @@ class Attention(Body):
         norms, by_host = self.fused_norms(), angles is not None and turn is None
         along: Any = tuple(part(self, n, None) for n in roles.along)
         along = () if None in along else along
-        usual = norms is not None and not (by_host or roles.causal or along or roles.turn)
+        usual = norms is not None and not (by_host or causal or along or roles.turn)
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
         weights = self.fused_weights()
         packed = as_one(weights) if roles.layout == "3HD" else None
@@ -297,7 +303,7 @@ class Attention(Body):
             scale = D**-0.5 if given["scale"] is None else given["scale"]
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
-        return attend.attend(q, k, v, is_causal=roles.causal, **given)[..., :D]
+        return attend.attend(q, k, v, is_causal=causal, **given)[..., :D]
 
     def fused_groups(self: Any) -> int:
         return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
@@ -313,6 +319,9 @@ class Attention(Body):
             prefix = self.fused_roles.prefix
             q, k = (turned_behind(lambda t: rotate(t, *angles), t, prefix, t) for t in (q, k))
             return q, k
+        if self.fused_roles.spread == "tokens":
+            q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), *angles)
+            return q.transpose(1, 2), k.transpose(1, 2)
         keywords = {"unsqueeze_dim": 0} if self.fused_roles.spread == "*0" else {}
         return rotate(q, k, *angles, **keywords)
 
@@ -371,7 +380,7 @@ class Attention(Body):
         own, usual = type(self), Attention
         more = own.fused_heads is not usual.fused_heads or own.fused_bias is not usual.fused_bias
         more = more or (
-            roles.causal or self.fused_raw() or roles.table or roles.along or roles.turn
+            roles.causal is True or self.fused_raw() or roles.table or roles.along or roles.turn
             or roles.layout != "3HD"
         )  # fmt: skip
         if more or not all(map(is_plain, linears)) or self.fused_norms() is not NO_NORMS:
@@ -432,6 +441,8 @@ class Attention(Body):
             for given in self.fused_others(x, generator):
                 if not (place and tokens and masks):
                     yield (x,), given
+            if isinstance(roles.causal, str) and roles.causal in self.fused_extra_kwargs:
+                yield (x,), {roles.causal: True}
             for kind, reading in masks if place or not tokens else ():
                 mask = example_of_mask(kind, reading, x, generator, heads)
                 yield (x,), given | {roles.mask: mask}

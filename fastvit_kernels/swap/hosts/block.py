@@ -37,6 +37,7 @@ class BlockRoles(NamedTuple):
     channels: bool = False  # x is (B, C, height, width)
     sampled: str = ""  # the setting with the share of samples that a branch leaves out in training
     unread: tuple[str, ...] = ()  # arguments that nothing reads
+    added: bool = False  # it makes numbers of a boolean mask
 
 
 def pre_norm(
@@ -213,6 +214,8 @@ class Block(Fused):
         seen = x.movedim(1, -1) if roles.channels else x
         given = leaves(tuple(extras.values()), Tensor) if roles.sampled and self.training else ()
         if any(t.ndim > 2 for t in given):  # what a sample has of its own stays whole
+            return None
+        if roles.added and any(t.dtype is torch.bool for t in leaves(extras, Tensor)):
             return None
         for step in roles.steps:
             body = self.fused_body(step)

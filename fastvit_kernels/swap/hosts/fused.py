@@ -83,9 +83,10 @@ def told_by(mixin: Any, arguments: Arguments) -> dict[str, Any]:
     """Attributes of a swapped class that follow from its roles, where its mixin has none."""
     roles = mixin.fused_roles
     steps = getattr(roles, "steps", ())
-    extras = [getattr(roles, name, "") for name in ("rope", "mask")]
+    extras = [getattr(roles, name, "") for name in ("rope", "mask", "causal")]
+    extras = [n for n in extras if n and isinstance(n, str)]
     extras += [given for s in steps for _, given in s.context]
-    takes = [n for n in dict.fromkeys(extras) if n in arguments.names or (n and arguments.others)]
+    takes = [n for n in dict.fromkeys(extras) if n in arguments.names or arguments.others]
     dropouts = [getattr(r, "dropout", "") for r in (roles, *(s.inline for s in steps))]
     found = {
         "fused_extra_kwargs": tuple(takes),

@@ -9,7 +9,7 @@ from . import attention
 from .attend import registered
 from .attention import AttentionRoles
 from .block import pre_norm
-from .fused import DropPath, LayerScale, PathRoles, ScaleRoles, names, row
+from .fused import ROUNDED, DropPath, LayerScale, PathRoles, ScaleRoles, names, row
 from .masks import BIAS, BROADCAST, PADDED
 from .mlp import plain_mlp
 
@@ -41,8 +41,6 @@ class Attention(attention.Attention):
             return f"attn_implementation={chosen!r} is set"
         if getattr(self, "is_causal", False):
             return "is_causal is set"
-        if "Text" in type(self.config).__name__ and "CLIP" in type(self.config).__name__:
-            return "CLIP's text attention is causal"
         function = registered(chosen)
         if (getattr(function, "__module__", ""), getattr(function, "__name__", "")) not in SDPA:
             return f"another function is registered as {chosen!r}"
@@ -55,11 +53,11 @@ def attention_row(projections: str, out: str, **roles: Any) -> Any:
     return row(Attention, roles=Attention.fused_roles._replace(projections=split, out=out, **roles))
 
 
-CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout")
-# SigLIP's: images or texts are padded to one length.
-PADDED_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout", mask="attention_mask",
-    masks=PADDED,
+# Images or texts are padded to one length: SigLIP's, AIMv2's; CLIP's texts are causal besides.
+_PADDED = dict(scale="scale", dropout="dropout", mask="attention_mask", masks=PADDED)
+PADDED_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", **_PADDED)
+CLIP_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "out_proj", **_PADDED, causal="is_causal"
 )  # fmt: skip
 # InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
 INTERN_ATTENTION = attention_row(
@@ -79,6 +77,12 @@ PIXTRAL_ATTENTION = row(
         prefix=0, spread="*0", kernel="half, cos before sin, this prefix"
     ),
 )  # fmt: skip
+# MLCD's: in fp32, by tables that its caller makes.
+MLCD_ATTENTION = attention_row(
+    "q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout", mask="attention_mask",
+    masks=BROADCAST, rope="position_embeddings", rotate="apply_rotary_pos_emb_vision",
+    spread="tokens", kernel="half, cos before sin, this prefix", needs_rope=True, rounded=True,
+)  # fmt: skip
 # The mask that BEiT passes is its relative position bias.
 BEIT_ATTENTION = attention_row("q_proj k_proj v_proj", "o_proj", mask="attention_mask", masks=BIAS)
 SCALE = row(LayerScale, roles=ScaleRoles("lambda1"))
@@ -97,8 +101,9 @@ def layer(
 
 VIT = layer("layernorm_before", "attention", "dropout", "layernorm_after", "mlp", "dropout")
 _CLIP = ("layer_norm1", "self_attn", "", "layer_norm2", "mlp", "")
-CLIP, SIGLIP = layer(*_CLIP), layer(*_CLIP, given=("attention_mask",))
-AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "")
+_MASKED = ("attention_mask",)
+CLIP, SIGLIP = layer(*_CLIP, given=(*_MASKED, "is_causal")), layer(*_CLIP, given=_MASKED)
+AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "", given=_MASKED)
 # LayerScale as parameters of its own; a dropout before the second.
 INTERN = layer(
     "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
@@ -107,6 +112,7 @@ INTERN = layer(
 _DINO = ("norm1", "attention", "layer_scale1 drop_path", "norm2", "mlp", "layer_scale2 drop_path")
 _ROPE = ("position_embeddings", "attention_mask")
 DINOV2, DINOV3 = layer(*_DINO), layer(*_DINO, given=_ROPE)
+MLCD = layer(*_CLIP, given=_ROPE, tolerance=ROUNDED)
 PIXTRAL = layer(
     "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
     unread=PIXTRAL_ATTENTION.fused_unread,

@@ -14,19 +14,27 @@ from ...runtime.plain import is_raw
 from ..activations import activation_name
 from . import fused
 from .attend import attend_qkv, attend_weights
+from .attention import AttentionRoles
 from .block import Block, BlockRoles, Step, pre_norm
 from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, is_dense, names
+from .masks import as_read, example_of_mask, fits
 from .mlp import MlpRoles, SequentialMlp
 from .patch_conv import PatchConv
 
 
 class MultiheadAttention(Fused):
-    """nn.MultiheadAttention as self-attention: query is key is value, no mask, no weights asked.
+    """nn.MultiheadAttention as self-attention: query is key is value, no weights asked; attn_mask
+    perhaps, (T, T) or (B H, T, T), True for what is hidden, or added.
 
     torch reads out_proj's weight without calling it, and so do we.
     """
 
     fused_level = "attention"
+    fused_extra_kwargs = ("attn_mask",)
+    fused_masked = AttentionRoles(
+        (), "num_heads", mask="attn_mask",
+        masks=tuple((f"{what}, {n} axes", "") for what in ("added", "boolean") for n in (2, 3)),
+    )  # fmt: skip
     fused_caveat = "fused where it is called with query = key = value and need_weights=False"
 
     @classmethod
@@ -51,18 +59,23 @@ class MultiheadAttention(Fused):
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
         at = place(self)
-        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue)
+        return lambda modules, x, epilogue, more: modules[at].fused_branch(x, epilogue, **more)
 
-    def fused_branch(self: Any, x: Tensor, epilogue: Epilogue = NOTHING) -> Tensor:
+    def fused_branch(
+        self: Any, x: Tensor, epilogue: Epilogue = NOTHING, attn_mask: Tensor | None = None
+    ) -> Tensor:
         """Without an epilogue with the host's strides: a dropout draws in their order. Its fast
         path, in evaluation without gradients, has others."""
         dropout_p = self.dropout if self.training else 0.0
-        weight, bias, H = self.in_proj_weight, self.in_proj_bias, self.num_heads
+        weight, bias, H, mask = self.in_proj_weight, self.in_proj_bias, self.num_heads, attn_mask
+        if mask is not None:
+            mask = ~mask if mask.dtype is torch.bool else as_read(mask, x)
+            mask = mask if mask.ndim == 2 else mask.unflatten(0, (-1, H))
         if self.batch_first:
-            out = attend_weights(x, weight, bias, H, dropout_p=dropout_p)
+            out = attend_weights(x, weight, bias, H, mask=mask, dropout_p=dropout_p)
         else:  # (T, B, C)
             qkv = linear(x, weight, bias).transpose(0, 1).unflatten(-1, (3, H, -1))
-            out = attend_qkv(qkv, dropout_p=dropout_p).transpose(0, 1)
+            out = attend_qkv(qkv, mask=mask, dropout_p=dropout_p).transpose(0, 1)
         y = linear(out.flatten(2), self.out_proj.weight, self.out_proj.bias, **epilogue)
         slow = not epilogue and self.batch_first and (self.training or y.requires_grad)
         return y.transpose(0, 1).contiguous().transpose(0, 1) if slow else y
@@ -75,9 +88,18 @@ class MultiheadAttention(Fused):
         same = given.pop("key", None) is x and given.pop("value", None) is x
         asked = given.pop("need_weights", True) is not False
         given.pop("average_attn_weights", None)  # of the weights
+        mask = given.pop("attn_mask", None)
         if asked or not same or any(v is not defaults.get(n) for n, v in given.items()):
             return None
-        return (x, {}) if is_dense(x) and self.fused_takes(x) else None
+        extras = {} if mask is None else {"attn_mask": mask}
+        return self.fused_checked(x, extras) if is_dense(x) and self.fused_takes(x) else None
+
+    def fused_checked(self: Any, x: Tensor, extras: dict[str, Any]) -> Given | None:
+        mask, seen = extras.get("attn_mask"), x if self.batch_first else x.transpose(0, 1)
+        if mask is None:
+            return x, extras
+        (B, T), known = seen.shape[:2], fits(self.fused_masked, mask, seen)
+        return (x, extras) if known and mask.shape in ((T, T), (B * self.num_heads, T, T)) else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         return x.ndim == 3 and x.shape[-1] == self.embed_dim
@@ -85,9 +107,15 @@ class MultiheadAttention(Fused):
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
         for (x,), _ in super().fused_examples(generator):
             yield (x, x, x), {"need_weights": False}
+            B, T = x.shape[:2] if self.batch_first else x.shape[1::-1]
+            of_tokens, of_heads = (x.new_empty(n, T, 1) for n in (B, B * self.num_heads))
+            added = example_of_mask("added, 2 axes", "", of_tokens, generator)
+            each = example_of_mask("boolean, 4 axes", "", of_heads, generator).squeeze(1)
+            for mask in (added, ~added.isfinite().tril(), each, added + each):
+                yield (x, x, x), {"need_weights": False, "attn_mask": mask}
 
-    def fused_forward(self: Any, x: Tensor) -> Any:
-        return self.fused_branch(x), None
+    def fused_forward(self: Any, x: Tensor, **extras: Any) -> Any:
+        return self.fused_branch(x, **extras), None
 
 
 # How a block calls an nn.MultiheadAttention.

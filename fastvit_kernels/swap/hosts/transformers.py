@@ -94,8 +94,13 @@ TABLE: dict[str, Any] = {
     **family("siglip", "Siglip", *_SIGLIP),
     **family("siglip2", "Siglip2", *_SIGLIP),
     **family("clip", "CLIP", *_CLIP),
+    **family("metaclip_2", "MetaClip2", *_CLIP),
     **family(
-        "aimv2", "Aimv2", ("EncoderLayer", layers.AIMV2), ("Attention", layers.CLIP_ATTENTION),
+        "mlcd", "MLCD", ("EncoderLayer", layers.MLCD), ("Attention", layers.MLCD_ATTENTION),
+        ("MLP", MLP),
+    ),
+    **family(
+        "aimv2", "Aimv2", ("EncoderLayer", layers.AIMV2), ("Attention", layers.PADDED_ATTENTION),
         ("MLP", SWIGLU),
     ),
     **family(

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class PreNormAttention(nn.Module):
@@ -100,12 +101,74 @@ class ClipBlock(nn.Module):
 
 
 class CallersMaskBlock(ClipBlock):
-    """open_clip's: the caller has the mask."""
+    """open_clip's: the caller has the mask, of which numbers are made; cross-attention may come."""
 
     def __init__(self, dim=32, heads=2):
         super().__init__(dim, heads, batch_first=True)
+
+    def attention(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        k_x = q_x if k_x is None else k_x
+        v_x = q_x if v_x is None else v_x
+        mask = None if attn_mask is None else attn_mask.to(q_x.dtype)
+        return self.attn(q_x, k_x, v_x, need_weights=False, attn_mask=mask)[0]
+
+    def forward(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        k_x = self.ln_1_kv(k_x) if hasattr(self, "ln_1_kv") and k_x is not None else None
+        v_x = self.ln_1_kv(v_x) if hasattr(self, "ln_1_kv") and v_x is not None else None
+        x = q_x + self.attention(self.ln_1(q_x), k_x, v_x, attn_mask)
+        return x + self.mlp(self.ln_2(x))
+
+
+class HandedBlock(CallersMaskBlock):
+    """The same where the mask is handed on as it is."""
 
     def forward(self, x, attn_mask=None):
         y = self.ln_1(x)
         x = x + self.attn(y, y, y, need_weights=False, attn_mask=attn_mask)[0]
         return x + self.mlp(self.ln_2(x))
+
+
+class AnotherMaskBlock(CallersMaskBlock):
+    """The same where the mask that its attention gets is another."""
+
+    def attention(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        return super().attention(q_x, k_x, v_x, None if attn_mask is None else attn_mask * 0.5)
+
+
+class Tower(nn.Module):
+    """open_clip's text tower, or with images its other tower; recomputed where it `checkpoints`."""
+
+    def __init__(self, block, depth=2, dim=32, length=6, words=20, causal=True):
+        super().__init__()
+        self.embedding = nn.Embedding(words, dim) if causal else nn.Conv2d(3, dim, 8, 8, bias=False)
+        self.positional_embedding = nn.Parameter(torch.randn(length, dim))
+        self.resblocks = nn.ModuleList(block(dim) for _ in range(depth))
+        self.ln_final = nn.LayerNorm(dim)
+        mask = torch.full((length, length), float("-inf")).triu(1) if causal else None
+        self.register_buffer("attn_mask", mask, persistent=False)
+        self.checkpoints = False
+
+    def forward(self, x):
+        x = self.embedding(x)
+        x = x.flatten(2).mT if x.ndim == 4 else x
+        x = x + self.positional_embedding
+        for block in self.resblocks:
+            if self.checkpoints:
+                x = checkpoint(block, x, None, None, self.attn_mask, use_reentrant=False)
+            else:
+                x = block(x, attn_mask=self.attn_mask)
+        return self.ln_final(x).mean(1)
+
+
+class Clip(nn.Module):
+    """Both towers, for pairs of images (B, 3, 16, 16) and texts (B, 6)."""
+
+    def __init__(self, block=CallersMaskBlock):
+        super().__init__()
+        self.visual, self.text = Tower(block, length=4, causal=False), Tower(block)
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, image, text):
+        both = self.visual(image), self.text(text)
+        image, text = (nn.functional.normalize(x, dim=-1) for x in both)
+        return self.logit_scale.exp() * image @ text.mT
