@@ -120,9 +120,6 @@ class Copier:
             if name not in PRIVATE and name not in ("forward", "fused_drop_path", CALL):
                 rate: Any = self.rates.get((id(original), name), value) if exact else RATE
                 made.__dict__[name] = self.setting(name, value, off, rate)
-        derived = getattr(planned, "fused_derived", None)
-        if derived is not None:
-            made.__dict__.update(derived(made))
         for name, p in original._parameters.items():
             made._parameters[name] = None if p is None else self.tensor(p, True)  # type: ignore[assignment]
         for name, b in original._buffers.items():
@@ -133,6 +130,9 @@ class Copier:
                 inner |= {"p"} if name in off else set()
                 child = self._module(child, host, called, seen, frozenset(inner))
             made._modules[name] = child
+        derived = getattr(planned, "fused_derived", None)
+        if derived is not None:
+            made.__dict__.update(derived(made))
         if called and not is_root and not made._modules:
             made.register_forward_hook(lambda module, args, output: None)
         return made

@@ -45,6 +45,7 @@ READINGS = {
     "added, 2 axes": ("", "keys"),
     "boolean, 2 axes": ("keys", "not keys", "", "not"),
 }
+WINDOWS = [("added, 3 axes", "windows")]  # of shifted windows, which have a table of positions
 LEARNT = {"learnt, 3 axes": ("",), "learnt, 4 axes": ("",)}  # the same of a bias of the scores
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
@@ -251,6 +252,9 @@ class Search:
             if known is LEARNT:
                 both = roles._replace(mask=name, masks=tuple((kind, "") for kind in LEARNT))
                 roles = self.first([both], roles, at_size=False)
+            elif roles.table:
+                shifted = roles._replace(mask=name, masks=tuple(WINDOWS))
+                roles = self.first([shifted], roles, at_size=False)
             for kind, readings in () if roles.mask else known.items():
                 more = [(*roles.masks, (kind, reading)) for reading in readings]
                 more = [roles._replace(mask=name, masks=masks) for masks in more]

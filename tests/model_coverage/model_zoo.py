@@ -160,6 +160,7 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"
         ),
     ),
+    "mlcd": ("MLCDVisionModel", "MLCDVisionConfig", _HF_WIDE),
     "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
     "gemma4": (
         "Gemma4VisionModel", "Gemma4VisionConfig",

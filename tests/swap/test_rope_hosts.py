@@ -9,7 +9,7 @@ import torch
 from outside import dinov3
 from torch import nn
 
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.runtime.compat import TorchDispatchMode, place_of_storage
 from fastvit_kernels.swap.compare import model_errors
 from fastvit_kernels.swap.hosts import attend, fused
@@ -39,6 +39,7 @@ FAMILIES = {
     "aimv2": ("aimv2", {}),
     "internvl": ("internvl", {}),
     "internvl_6b": ("internvl_6b", {}),
+    "mlcd": ("mlcd", {}),
     "pixtral": ("pixtral", {}),
     "vjepa2": ("vjepa2", PATHS),
     "gemma4": ("gemma4", {}),
@@ -306,3 +307,19 @@ def test_a_block_passes_over_no_activation_in_pytorch(family, monkeypatch):
         block.forward(x, *rest, **given).backward(dy)
     assert passes.seen == []
     assert family != "rope_learnt" or given["rope"].grad is not None
+
+
+def test_mlcds_own_rotation_reads_tokens_before_heads():
+    """Tables of one row are for all tokens: the kernel's have one for each."""
+    host = small("mlcd")[0].double().encoder.layers[0].self_attn
+    ours = copy.deepcopy(host)
+    generator = torch.Generator().manual_seed(0)
+    x, *tables = (
+        torch.randn(*s, generator=generator).double() for s in ((2, 3, 64), *2 * [(1, 32)])
+    )
+    with backend("torch"):
+        swap_in(ours)
+        with watch(ours) as status:
+            y = ours(x, tables)[0]
+    assert [r.way for r in status.modules if r.level == "attention"] == ["fused"], str(status)
+    torch.testing.assert_close(y, host(x, tables)[0], rtol=1e-6, atol=1e-6)

@@ -421,8 +421,9 @@ class Attention(Body):
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
         C = fused.width_of(self)
         if tokens := tokens_of(self):  # perhaps many
-            several = 4 if isinstance(self.fused_roles.tokens, str) else 1
-            return [(2, *tokens, C), (several, *tokens, C)]
+            masked = bool(self.fused_roles.mask)  # of two windows, or by any number
+            several = 4 if isinstance(self.fused_roles.tokens, str) else 1 + masked
+            return [(2 - masked * (several == 2), *tokens, C), (several, *tokens, C)]
         if self.fused_roles.grid:
             return [(2, 3, 4, C), (3, 2, 2, C)]
         prefix = self.fused_prefix()

@@ -56,6 +56,34 @@ class BeitAttention(nn.Module):
         return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class WindowAttention(nn.Module):
+    """MONAI's Swin: windows (B windows, T, C); a mask of the shift (windows, T, T) or None."""
+
+    def __init__(self, dim=32, heads=2, tokens=8):
+        super().__init__()
+        self.num_heads, self.scale = heads, (dim // heads) ** -0.5
+        self.relative_position_bias_table = nn.Parameter(torch.zeros(20, heads))
+        generator = torch.Generator().manual_seed(4)
+        index = torch.randint(0, 20, (tokens, tokens), generator=generator)
+        self.register_buffer("relative_position_index", index)
+        self.qkv, self.attn_drop = nn.Linear(dim, 3 * dim), nn.Dropout(0.0)
+        self.proj, self.proj_drop = nn.Linear(dim, dim), nn.Dropout(0.0)
+        self.softmax = nn.Softmax(dim=-1)
+
+    def forward(self, x, mask):
+        B, T, C = x.shape
+        qkv = self.qkv(x).reshape(B, T, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        scores = qkv[0] * self.scale @ qkv[1].transpose(-2, -1)
+        index = self.relative_position_index.clone()[:T, :T].reshape(-1)
+        bias = self.relative_position_bias_table[index].reshape(T, T, -1).permute(2, 0, 1)
+        scores = scores + bias.contiguous().unsqueeze(0)
+        if mask is not None:
+            scores = scores.view(B // len(mask), len(mask), self.num_heads, T, T)
+            scores = (scores + mask.unsqueeze(1).unsqueeze(0)).view(-1, self.num_heads, T, T)
+        probabilities = self.attn_drop(self.softmax(scores))
+        return self.proj_drop(self.proj((probabilities @ qkv[2]).transpose(1, 2).reshape(B, T, C)))
+
+
 class Turn(nn.Module):
     """RoPE as a child with tables of its own, for this many tokens."""
 

@@ -10,19 +10,21 @@ computes nothing that was padded. Swin V2's cosine attention is left alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ....runtime.compat import rel_pos_bias
 from ....runtime.plain import is_hooked, is_plain
+from ...prove import ROOTS
 from .. import fused
+from ..attend import Turn
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import DropPath, PathRoles, example, is_noop, names, row, width_of
+from ..fused import ROUNDED, DropPath, PathRoles, example, is_noop, names, row, width_of
 from ..grids import Windows
-from ..layers import MLP, layer
+from ..layers import DROP_PATH, MLP, layer
 from ..layers import Attention as HfAttention
 from ..masks import SHIFTED
 
@@ -214,3 +216,144 @@ TIMM |= {
         window="window_size", blocked=_drops_by_window, axes=(4,), first_skips=False,
     ),
 }  # fmt: skip
+
+
+def _pools(module: Any) -> str | None:
+    """Of Hiera, whose tokens get fewer and wider from stage to stage."""
+    strides = (getattr(module, n, None) for n in ("q_stride", "query_stride"))
+    pools = any(s is not None and s != 1 for s in strides)
+    return "it pools its queries" if pools else None
+
+
+class MaskUnits(NamedTuple):
+    """Windows of Hiera's row of tokens (B, T, C): the first tokens of all, then the second ones."""
+
+    number: int
+
+    def cut(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, self.number)).transpose(1, 2).flatten(0, 1)
+
+    def joined(self, x: Tensor, tokens: bool) -> Tensor:
+        return x.unflatten(0, (-1, self.number)).transpose(1, 2).flatten(1, 2)
+
+
+class MaskUnitAttention(Attention):
+    """Of timm's Hiera and transformers': within each mask unit, or over all tokens."""
+
+    fused_roles = AttentionRoles(("qkv",), "heads", "proj")
+    fused_scale = _scale
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        return _pools(module)
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        size = self.window_size if self.use_mask_unit_attn else 1
+        return x.ndim == 3 and x.shape[1] % size == 0
+
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        size = self.window_size if self.use_mask_unit_attn else 2
+        return [(2, 3 * size, width_of(self)), (3, 2 * size, width_of(self))]
+
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
+        planned, found = super().fused_planned(place), self.fused_found(place)
+
+        def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
+            me = found(modules)
+            if me.use_mask_unit_attn:
+                more = {**more, "windows": MaskUnits(x.shape[1] // me.window_size)}
+            return planned(modules, x, epilogue, more)
+
+        return run
+
+
+TIMM |= {
+    "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
+    "timm.models.hiera.HieraBlock": pre_norm(
+        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2"
+    ),
+}
+HIERA = (
+    ("Layer", layer(
+        "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
+        result=(2, 0),
+    )),
+    ("MaskUnitAttention", row(
+        MaskUnitAttention, scale=Attention.fused_scale, roles=AttentionRoles(
+            ("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)
+        ),
+    )),
+    ("Mlp", MLP),
+    ("DropPath", DROP_PATH),
+)  # fmt: skip
+# SAM 2's Hiera: on a grid, in windows of it.
+SAM2 = (
+    ("MultiScaleBlock", layer(
+        "layer_norm1", "attn", "", "layer_norm2", "mlp", "", item=None, window="window_size",
+        axes=(4,), first_skips=False,
+    )),
+    ("MultiScaleAttention", row(
+        HfAttention, axes=(4,), reject=staticmethod(_pools), roles=AttentionRoles(
+            ("qkv",), "num_attention_heads", "proj", scale="scale", grid=True
+        ),
+    )),
+)  # fmt: skip
+
+
+class Sam3Attention(HfAttention):
+    """q and k turn, in fp32, by tables (1, T, D)."""
+
+    fused_roles = HfAttention.fused_roles._replace(
+        scale="scaling", grid=True, rope="position_embeddings", rotate="apply_rotary_pos_emb_2d",
+        spread="*", kernel="interleaved, cos before sin, this prefix", needs_rope=True,
+        rounded=True,
+    )  # fmt: skip
+    fused_axes = (4,)
+
+    def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
+        return super().fused_turn(x, [t.squeeze(0) if t.ndim == 3 else t for t in angles])
+
+    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+        shape = 1, x.shape[1] * x.shape[2], self.fused_head_dim()
+        yield {"position_embeddings": tuple(example(generator, *shape).detach() for _ in "cs")}
+
+
+def _few_positions(copy: Any) -> dict[str, Any]:
+    """A window of 3 by 3, or a grid of 2 by 2: at its size its scores would fill a memory. And the
+    frequencies of a head."""
+    side, rotary = 3 if copy.window_size else 2, copy.rotary_emb
+    copy._buffers["position_ids"] = copy.position_ids[: side * side]
+    rotary._buffers["inv_freq"] = rotary.inv_freq[: copy.attention.head_dim // 4]
+    return {"window_size": side} if copy.window_size else {}
+
+
+class Sam3Layer(Block):
+    """It makes the tables itself, of the places in a window or on the grid."""
+
+    fused_children = names("rotary_emb position_ids")
+    fused_derived = staticmethod(_few_positions)
+    fused_first_rebuilds = fused_first_skips = False
+
+    def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
+        size, C = self.window_size, width_of(self)
+        shapes = ((2, size + 1, 2 * size), (1, size, size)) if size else ((2, 2, 2), (3, 1, 4))
+        return [(example(generator, *shape, C), {}) for shape in shapes]
+
+    def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
+        watched = is_hooked(self.rotary_emb) and self not in ROOTS  # it wants what the norm gave
+        return None if watched or is_hooked(self.attention) else (x, extras)
+
+    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
+        if step.body != "attention":
+            return {}
+        context = super().fused_context(step, x, extras)
+        return context | {"position_embeddings": self.rotary_emb(x, self.position_ids)}
+
+
+SAM3 = (
+    ("Layer", layer(
+        "layer_norm1", "attention", "", "layer_norm2", "mlp", "dropout", mixin=Sam3Layer,
+        window="window_size", axes=(4,), tolerance=ROUNDED,
+    )),
+    ("RoPEAttention", Sam3Attention),
+)  # fmt: skip
