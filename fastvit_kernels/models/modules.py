@@ -28,7 +28,7 @@ from ..runtime.arguments import check_int, check_tensor
 from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
 from .checks import Activation, Count, Dropout, Flag, Number, Rate, checked
 from .norms import LayerNorm, NormLayer, RmsNorm
-from .packing import Packing
+from .packing import Crops
 from .rope_tables import Tables
 
 Size = int | Sequence[int]  # a square's side, or (height, width)
@@ -284,7 +284,7 @@ class Attention(nn.Module):
             prefix_tokens=prefix_tokens, **shared, **norms,
         )  # fmt: skip
 
-    def _attend_packed(self, x: Tensor, packing: Packing) -> Tensor:
+    def _attend_packed(self, x: Tensor, packing: Crops) -> Tensor:
         """(total, C) -> (total, H, D), within each sequence; qkv is plain, its norms are ours."""
         if packing.given[0]["rope"] is None:
             cos, sin = x.new_empty((2, 0, 2), dtype=torch.float32).unbind(0)
@@ -302,7 +302,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Tensor, residual=None, layer_scale=None, row_scale=None,
-        rope: Tables | None = None, packing: Packing | None = None,
+        rope: Tables | None = None, packing: Crops | None = None,
     ) -> Tensor:  # fmt: skip
         if packing is None:
             out = self._attend(x, rope).flatten(2)

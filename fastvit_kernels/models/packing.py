@@ -20,7 +20,7 @@ from ..ops.common.samples import keep_samples, num_kept
 Size = tuple[int, int]  # (B, T): images, and the tokens of each
 
 
-class Packing:
+class Crops:
     """Where the sequences of these sizes lie in (total, C).
 
     Args:
@@ -30,7 +30,7 @@ class Packing:
 
     def __init__(
         self, sizes: Sequence[Size], device: torch.device, given: Sequence[Any] = (),
-        of: tuple[Packing, Tensor] | None = None,
+        of: tuple[Crops, Tensor] | None = None,
     ):  # fmt: skip
         self.sizes, self.device, self.given, self.of = tuple(sizes), device, tuple(given), of
         self.longest = max(T for _, T in self.sizes)
@@ -74,7 +74,7 @@ class Packing:
         rows = [each for each in drawn if each is not None]
         return torch.cat(rows)[self.image] if rows else None
 
-    def drawn(self, rate: float, like: Tensor) -> tuple[Tensor, Tensor, Packing]:
+    def drawn(self, rate: float, like: Tensor) -> tuple[Tensor, Tensor, Crops]:
         """The tokens of the images that a branch keeps, drawn for each size as `keep_samples`
         draws; B / S, the factor of each in the dtype of `like`; and where they lie now."""
         index, factors, sizes = [], [], []
@@ -86,11 +86,11 @@ class Packing:
             factors.append(like.new_full((kept * T,), B / kept))
             sizes.append((kept, T))
         kept_tokens = torch.cat(index)
-        some = Packing(sizes, self.device, self.given, (self, kept_tokens))
+        some = Crops(sizes, self.device, self.given, (self, kept_tokens))
         return kept_tokens, torch.cat(factors), some
 
     @property
-    def whole(self) -> Packing:
+    def whole(self) -> Crops:
         return self if self.of is None else self.of[0]
 
     def rows(

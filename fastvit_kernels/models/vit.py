@@ -20,7 +20,7 @@ from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, rebuilt_output
-from .packing import Packing
+from .packing import Crops
 from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
 from .positions import resize_positions
 from .rope_tables import RotaryEmbedding, Tables
@@ -49,7 +49,7 @@ class Block(nn.Module):
         self.memory = c.memory
 
     def forward(
-        self, x: Tensor, rope: Tables | None = None, packing: Packing | None = None
+        self, x: Tensor, rope: Tables | None = None, packing: Crops | None = None
     ) -> Tensor:
         """(B, T, C); with a packing, which is given each size's rope, (total, C)."""
         given: dict[str, Any] = {"rope": rope} if packing is None else {"packing": packing}
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def _add(
         self, x: Tensor, norm: nn.Module, branch: nn.Module, scale: LayerScale | None,
-        drop_path: DropPath, packing: Packing | None, /, **more: Any,
+        drop_path: DropPath, packing: Crops | None, /, **more: Any,
     ) -> Tensor:  # fmt: skip
         """x + branch(norm(x)); the branch's last product applies LayerScale and DropPath.
 

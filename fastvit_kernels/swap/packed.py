@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..models import modules, norms, vit
 from ..models.gated_mlp import MLP_LAYERS
-from ..models.packing import Packing
+from ..models.packing import Crops
 from ..runtime import dispatch
 from ..runtime.compat import KNOWS_VERSIONS, is_compiled_in_place, saves_are_hooked, version
 from ..runtime.plain import is_hooked, is_plain, is_watched_everywhere
@@ -187,7 +187,7 @@ def _parts(result: Any, counts: list[int]) -> list[Any]:
 # Which blocks run packed, and how.
 
 # (tokens (total, C), packing) -> tokens
-Way = Callable[[Tensor, Packing], Tensor]
+Way = Callable[[Tensor, Crops], Tensor]
 
 
 def _ways_of(model: nn.Module) -> dict[Any, Way]:
@@ -286,7 +286,7 @@ class _Pass:
         self.results: list[Any] = [None] * len(batches)
         self.now = -1  # the size whose forward runs
         self.done: list[tuple[Any, list[Tensor]]] = []  # each block, and what it gave the sizes
-        self.packing: Packing | None = None
+        self.packing: Crops | None = None
         self.tokens: Any = None  # (total, C), after the last block that is done
         self.modes = torch.is_grad_enabled(), saves_are_hooked()
 
@@ -367,7 +367,7 @@ class _Pass:
             raise _Told(reason)
         if self.packing is None:
             self.packing = packing_of(calls)
-            self.tokens = Packing.join(now)
+            self.tokens = Crops.join(now)
         elif not _alike([extras for _, extras in calls], [*self.packing.given]):
             raise _Told("its blocks read other arguments")
         with ExitStack() as stack:

@@ -180,7 +180,7 @@ def test_attention_over_the_whole_sequence_is_noticed(monkeypatch):
         fk.swap_in(model)
         crops = [x.double() for x in _crops(model).values()]
         _same(model, crops)
-        monkeypatch.setattr(packing.Packing, "cu_seqlens", ends)
+        monkeypatch.setattr(packing.Crops, "cu_seqlens", ends)
         with pytest.raises((AssertionError, ValueError)):
             _same(model, crops)
 
@@ -199,14 +199,14 @@ def test_a_block_that_takes_lists(name, monkeypatch):
     """Both modes, with the host's draws."""
     made, packs = LISTS[name]
     block = randomize(made()).double()
-    host, seen, split = copy.deepcopy(block), [], packing.Packing.split
+    host, seen, split = copy.deepcopy(block), [], packing.Crops.split
     with fk.backend("torch"):
         assert fk.swap_in(block).level == "block"
         given = [[torch.randn(4, 9, 32).double(), torch.randn(3, 4, 32).double()]]
         if name == "dinov3":
             given += [[tuple(torch.randn(n, 16).double() for _ in "sc") for n in (8, 3)]]
         monkeypatch.setattr(
-            packing.Packing, "split", lambda self, x: seen.append(self.sizes) or split(self, x)
+            packing.Crops, "split", lambda self, x: seen.append(self.sizes) or split(self, x)
         )
         for training in (True, False):
             results = []

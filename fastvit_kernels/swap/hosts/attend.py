@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.packing import Packing
+from ...models.packing import Crops
 from ...ops.attention.functions import MAX_D, attention
 from ...ops.attention.projected import qkv_attention
 from ...ops.attention.rotary import rope_attention
@@ -64,7 +64,7 @@ def _hides_keys(mask: Tensor) -> bool:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, is_causal: bool = False, packing: Packing | None = None,
+    scale: float | None = None, is_causal: bool = False, packing: Crops | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
     for its first axis, a divisor of B. With a packing B is 1, here and below."""
@@ -79,7 +79,7 @@ def attend(
     return out.transpose(1, 2)
 
 
-def within(packing: Packing, qkv: Tensor, scale: float | None, dropout_p: float) -> Tensor:
+def within(packing: Crops, qkv: Tensor, scale: float | None, dropout_p: float) -> Tensor:
     """qkv (total, 3, H, D) -> (1, total, H, D)"""
     starts, most = packing.cu_seqlens, packing.longest
     return varlen_attention(qkv, starts, most, scale=scale, dropout_p=dropout_p).unsqueeze(0)
@@ -163,7 +163,7 @@ def turned(q: Tensor, k: Tensor, turn: Turn | None, norms: HeadNorms) -> tuple[T
 def attend_qkv(
     qkv: Tensor, turn: Turn | None = None, norms: HeadNorms = NO_NORMS, *,
     mask: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
-    packing: Packing | None = None,
+    packing: Crops | None = None,
 ) -> Tensor:  # fmt: skip
     """qkv (B, T, 3, H, D); mask as for `attend`."""
     plain = turn is None and norms.norm is None and qkv.stride(-1) == 1
@@ -179,7 +179,7 @@ def attend_qkv(
 def attend_weights(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, turn: Turn | None = None,
     norms: HeadNorms = NO_NORMS, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, packing: Packing | None = None,
+    scale: float | None = None, packing: Crops | None = None,
 ) -> Tensor:  # fmt: skip
     """x (B, T, C), and weight (3HD, C) and bias of the projection to q, k and v."""
     given: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p)

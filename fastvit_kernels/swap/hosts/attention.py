@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models.packing import Packing
+from ...models.packing import Crops
 from ...ops.linear.functions import linear
 from ...runtime.compat import attention_of
 from ...runtime.plain import is_plain
@@ -218,7 +218,7 @@ class Attention(Body):
         return self.fused_attend(x, mask, turn, angles, causal=causal)
 
     def fused_turns(
-        self: Any, x: Tensor, packing: Packing, angles: tuple[Any, ...] | None
+        self: Any, x: Tensor, packing: Crops, angles: tuple[Any, ...] | None
     ) -> Turn | None:
         """The tables for all tokens of x (total, C), of the angles of each size."""
         if angles is None or angles[0] is None:
@@ -255,7 +255,7 @@ class Attention(Body):
 
     def fused_attend(
         self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
-        angles: Any = None, packing: Packing | None = None, causal: bool = False,
+        angles: Any = None, packing: Crops | None = None, causal: bool = False,
     ) -> Tensor:  # fmt: skip
         """(B, T, C) -> (B, T, H, D); angles without a turn are for the host's own function."""
         roles, D = self.fused_roles, self.fused_head_dim()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models.packing import Packing
+from ...models.packing import Crops
 from ...ops.common.samples import DropPathMode
 from ...runtime.plain import is_hooked, is_plain
 from .. import plans
@@ -94,10 +94,10 @@ def inline(owner: nn.Module, roles: Any) -> Any:
     return (InlineMlp if isinstance(roles, MlpRoles) else InlineAttention)(owner, roles)
 
 
-def packing_of(calls: Calls) -> Packing:
+def packing_of(calls: Calls) -> Crops:
     """Of calls that a block takes as one sequence."""
     sizes = [(x.shape[0], x.shape[1]) for x, _ in calls]
-    return Packing(sizes, calls[0][0].device, [extras for _, extras in calls])
+    return Crops(sizes, calls[0][0].device, [extras for _, extras in calls])
 
 
 def unlike(calls: Calls) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models.packing import Packing
+from ...models.packing import Crops
 from ...ops.common.samples import keep_samples, num_kept
 from ...ops.rebuilt_norm import rebuilt_norm
 from ...ops.rebuilt_sum import rebuilt_sum
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 def fold(
-    tail: Iterable[Any], x: Tensor, samples: Tensor | None = None, packing: Packing | None = None
+    tail: Iterable[Any], x: Tensor, samples: Tensor | None = None, packing: Crops | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(layer_scale, row_scale) that stand for a foldable tail; samples stand for its DropPath. With
     a packing row_scale is of each token, x (total, C)."""
@@ -174,7 +174,7 @@ class Branch:
         return keep_samples(len(x), modules[self.path].fused_rate(), x.device)
 
     def on_images(
-        self, modules: list[Any], x: Tensor, residual: Tensor, packing: Packing,
+        self, modules: list[Any], x: Tensor, residual: Tensor, packing: Crops,
         context: dict[str, Any],
     ) -> Tensor:  # fmt: skip
         """The same of packed images: those that are kept are a sequence of their own."""

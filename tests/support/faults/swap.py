@@ -89,17 +89,17 @@ FAULTS = [
         only=(SIZES + "[ours]",),
     ),
     Fault(
-        "crops-prefix-turns", "models/packing.py", "Packing.rows",
+        "crops-prefix-turns", "models/packing.py", "Crops.rows",
         "the tokens before the patches become zeros", "still=1.0", "still=0.0",
         only=(SIZES + "[timm dinov3]",),
     ),
     Fault(
-        "crops-dropped-by-size", "models/packing.py", "Packing.image",
+        "crops-dropped-by-size", "models/packing.py", "Crops.image",
         "all images of a size drop together", ".repeat_interleave(T)", ".repeat(T)",
         only=(CROPS + "drop_path_drops_images[timm]",),
     ),
     Fault(
-        "crops-kept-unscaled", "models/packing.py", "Packing.drawn",
+        "crops-kept-unscaled", "models/packing.py", "Crops.drawn",
         "what a skipping branch keeps is not scaled", "B / kept)", "1.0)",
         only=(CROPS + "skipped_images_are_no_part_of_the_sequence[timm]",),
     ),
