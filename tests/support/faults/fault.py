@@ -47,6 +47,7 @@ TESTS = {  # by file of the package
     "models/patch_dropout.py": ("swap/test_timm_models.py",),
     "swap/hosts/special/towers.py": ROPE_HOSTS,
     "swap/prove.py": ("swap/test_prove.py",),
+    "ops/common/pingpong.py": ("machine/device/test_pingpong.py",),
     "ops/linear/functions.py": ("ops/test_linear.py",),
     "ops/linear/kernels.py": ("ops/test_linear.py", "ops/test_mlp.py"),
     "ops/linear/launch.py": ("ops/test_linear.py",),

@@ -1290,7 +1290,53 @@ PATCH_EMBED = [
     ),
 ]  # fmt: skip
 
+# What compiled code alone can show: the machine of tests/machine/device notices.
+COMPILED = [
+    Fault(
+        "turns-first", "ops/common/pingpong.py", "_multiply",
+        "the second group begins when the first does",
+        "phase ^ 1 ^ GROUP_OF", "phase ^ 1",
+    ),
+    Fault(
+        "turns-passed-on", "ops/common/pingpong.py", "_multiply",
+        "the tensor cores never passed on to the other group",
+        "mbarrier.arrive(turns.index(1 - GROUP_OF), count=1)", "pass",
+    ),
+    Fault(
+        "turns-slot-early", "ops/common/pingpong.py", "_multiply",
+        "a slot given back while its product may still read it",
+        "multiply_wait(1, deps=[acc])", "multiply_wait(2, deps=[acc])",
+    ),
+    Fault(
+        "turns-others-slots", "ops/common/pingpong.py", "_multiply",
+        "the other group's slots not skipped",
+        "step += steps", "pass",
+    ),
+    Fault(
+        "turns-landed", "ops/common/pingpong.py", "_multiply",
+        "one part of the residual waited for",
+        "PARTS * more.block_type.nbytes", "more.block_type.nbytes",
+    ),
+    Fault(
+        "turns-buffer-read", "ops/common/pingpong.py", "_multiply",
+        "the buffer written while TMA may still read it",
+        "store_wait(0)  # the buffers' last tile has been read", "pass",
+    ),
+    Fault(
+        "turns-fence", "ops/common/pingpong.py", "_pass_out",
+        "no fence between a tile's stores and TMA",
+        "fence()", "pass",
+    ),
+    Fault(
+        "attention-fence", "ops/attention/tiles.py", "fence_async",
+        "no fence between cp.async and wgmma",
+        "fence.proxy.async.shared::cta; mov", "mov",
+        ("machine/device/test_kernels_async.py::test_attention_of_wide_heads_and_of_few_queries",),
+    ),
+]  # fmt: skip
+
 FAULTS = [
     *SAMPLES, *LAYER_NORM, *RMS_NORM, *ROPE, *ROPE_ATTENTION, *REDUCTION, *ACTIVATION, *EPILOGUE,
     *GEMM, *GATED_MLP, *FORWARD, *TILES, *BACKWARD, *VARLEN, *BIAS_GRADIENT, *PATCH_EMBED,
+    *COMPILED,
 ]  # fmt: skip
