@@ -50,7 +50,7 @@ class Count:
         return sum(call.bytes for call in self.calls)
 
 
-_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh")
+_MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "squeeze_")
 
 
 class _Counting(TorchDispatchMode):

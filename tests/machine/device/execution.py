@@ -243,8 +243,7 @@ class Group:
         if not others.any():
             return target
         meets = self.chunk.program.meets[at]
-        may_part = self.chunk.program.parts_for_good and (meets == END or self._keeps_fours(taken))
-        if may_part and self.part(taken, target):
+        if self.chunk.program.parts_at[at] and self.part(taken, target):
             return None
         if meets != self.meets:  # else those who wait there already come with them
             self.stack.append(Side(meets, mask, self.meets))
@@ -253,12 +252,6 @@ class Group:
                 self.stack.append(Side(side, threads, meets))
         self.at, self.mask, self.meets = self.stack.pop()
         return self.at
-
-    def _keeps_fours(self, taken: Array) -> bool:
-        """Whether each four warps that multiply together take one side: those of other roles do,
-        where numbers decide (erf has two branches) they may not, and meet again."""
-        going, four = self.by_warp(self.full(taken)).all((0, 2)), self.warps // 4
-        return not set(four[going]) & set(four[~going])
 
     def part(self, taken: Array, target: int) -> bool:
         """Whole warps part for good: those that take the branch become a group of their own."""

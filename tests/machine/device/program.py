@@ -244,6 +244,24 @@ class Program:
         return any(op.parts[0] in ("barrier", "setmaxnreg") for op in self.ops)
 
     @cached_property
+    def parts_at(self) -> list[bool]:
+        """Of each block whether its branch gives warps roles: one side waits for others before the
+        sides meet. Where numbers decide, as in erf, they meet at once."""
+        return [self.parts_for_good and self._waits_within(i) for i in range(len(self.blocks))]
+
+    def _waits_within(self, at: int) -> bool:
+        seen, left = {self.meets[at], END}, list(self.successors[at])
+        while left:
+            block = left.pop()
+            if block in seen:
+                continue
+            if any(op.parts[0] in _WAITS for op in self.blocks[block]):
+                return True
+            seen.add(block)
+            left.extend(self.successors[block])
+        return False
+
+    @cached_property
     def grain(self) -> int:
         """Bytes of the narrowest access to shared memory."""
         return min((op.width for op in self.ops if op.width), default=16)
@@ -380,6 +398,9 @@ class Program:
 def register_kind(type: str) -> np.dtype:
     """A register holds bits: an unsigned number of its width, or a boolean."""
     return np.dtype(bool) if type == "pred" else np.dtype(f"u{max(TYPES[type].itemsize, 2)}")
+
+
+_WAITS = ("bar", "barrier", "mbarrier", "setmaxnreg", "wgmma", "brx")
 
 
 def immediate_post_dominators(successors: Sequence[Sequence[int]]) -> list[int]:
