@@ -6,15 +6,10 @@ they changed again. `triton.has_gluon` says so once, and plain Triton runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-
-    class _AnyAttribute(type):
-        def __getattr__(cls, name: str) -> Any: ...
-
-    class gl(metaclass=_AnyAttribute):
-        constexpr: TypeAlias = Any
+    from .triton import tl as gl
 
     gluon: Any
     mbarrier: Any

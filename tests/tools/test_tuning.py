@@ -414,7 +414,7 @@ def test_the_librarys_attention_is_one_of_the_configs(us, winner, capsys, monkey
             return [table.default(gpu, *key), table.configs[-1]]
 
         monkeypatch.setattr(table, "candidates", two)
-    for name in ("library_fwd", "library_bwd"):
+    for name in ("fwd_by_library", "bwd_by_library"):
         function = getattr(attention_launch, name)
 
         def called(*arguments, function=function):

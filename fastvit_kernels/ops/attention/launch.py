@@ -23,6 +23,7 @@ from ...runtime.values import bits_must_repeat
 from ..common.gemm import input_precision, needs_fence
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from .by_library import bwd_by_library, fwd_by_library
 from .configs import (
     BWD_TABLE,
     DKDV_TABLE,
@@ -40,7 +41,6 @@ from .configs import (
     own_fwd,
 )
 from .forward import _attention_fwd_kernel
-from .library import library_bwd, library_fwd
 from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
 
 ROW_PAD = 4  # as tiles.ROW_PAD
@@ -421,7 +421,7 @@ def launch_fwd(
     )  # fmt: skip
     call = fwd_call(*layouts)
     if call.launch is None:
-        if (found := library_fwd(qkv, scale, is_causal)) is not None:
+        if (found := fwd_by_library(qkv, scale, is_causal)) is not None:
             return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
         call = fwd_call(*layouts, own=True)
         assert call.launch is not None
@@ -476,7 +476,7 @@ def launch_bwd(
     )  # fmt: skip
     call = bwd_call(*layouts)
     if call.one_pass is None and call.dq is None:
-        found = library_bwd(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
+        found = bwd_by_library(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
         if found is not None:
             if grads is None:
                 return [x.contiguous() for x in found], None

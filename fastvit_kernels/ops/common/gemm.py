@@ -156,9 +156,9 @@ def _tile_plan(
 def _passes_by_tma(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether x (..., N) is rows of this dtype that TMA can read."""
     stride = row_stride(x.shape, x.stride())
-    if stride is None or x.dtype != dtype:
+    if stride is None or x.dtype != dtype or not is_aligned(x):
         return False
-    return stride >= x.shape[-1] and stride * dtype.itemsize % 16 == 0 and is_aligned(x)
+    return _readable_by_tma((1, x.shape[-1]), (stride, 1), dtype.itemsize, 1)
 
 
 def tile_plan(

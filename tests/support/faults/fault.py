@@ -22,7 +22,7 @@ TESTS = {  # by file of the package
     "ops/attention/varlen.py": ("ops/test_varlen.py",),
     "ops/attention/functions.py": ATTENTION,
     "ops/attention/launch.py": ATTENTION,
-    "ops/attention/library.py": ("ops/test_attention_library.py",),
+    "ops/attention/by_library.py": ("ops/test_attention_library.py",),
     "ops/attention/rotary.py": ("ops/test_rope_attention.py",),
     "ops/common/handover.py": ("ops/test_handover.py",),
     "ops/common/epilogue.py": ("ops/test_linear.py", "ops/test_mlp.py"),

@@ -1018,16 +1018,16 @@ BACKWARD = [
         "lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end", "True",
     ),
     Fault(
-        "library-lse-out", "ops/attention/library.py", "library_fwd",
+        "library-lse-out", "ops/attention/by_library.py", "fwd_by_library",
         "the library's lse kept as it is, in natural logs",
         "(lse.reshape(out.shape[:3]) * LOG2E)", "lse.reshape(out.shape[:3])",
     ),
     Fault(
-        "library-lse-in", "ops/attention/library.py", "library_bwd",
+        "library-lse-in", "ops/attention/by_library.py", "bwd_by_library",
         "the library given lse in base 2", "(lse * (1.0 / LOG2E))", "lse",
     ),
     Fault(
-        "library-bits", "ops/attention/library.py", "_kernels",
+        "library-bits", "ops/attention/by_library.py", "_kernels",
         "the library whatever torch is asked for", "values.bits_must_repeat()", "False",
     ),
     Fault(
