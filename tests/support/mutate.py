@@ -18,6 +18,7 @@ import ast
 import csv
 import difflib
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -50,27 +52,34 @@ class CannotPlant(ValueError):
     """The fault does not fit the source as it is now."""
 
 
-@functools.lru_cache(maxsize=8)
-def _parsed(source: str) -> tuple[ast.AST, str]:
-    """Its tree, and that in words."""
-    tree = ast.parse(source)
-    return tree, ast.dump(tree)
+@functools.lru_cache(maxsize=64)
+def _functions(source: str) -> dict[str, list[tuple[int, int]]]:
+    """By name, a method's also "Class.method", where the text of each begins and ends."""
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    found: dict[str, list[tuple[int, int]]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            span = starts[node.lineno - 1], starts[node.end_lineno or 0]
+            found.setdefault(node.name, []).append(span)
+        elif isinstance(node, ast.ClassDef):
+            for part in ast.walk(node):
+                if isinstance(part, ast.FunctionDef):
+                    span = starts[part.lineno - 1], starts[part.end_lineno or 0]
+                    found.setdefault(f"{node.name}.{part.name}", []).append(span)
+    return found
 
 
 def _segment(source: str, function: str) -> tuple[int, int]:
     """Where the text of the function, the method, or the method of a class ("Class.method"), begins
     and ends."""
-    lines = source.splitlines(keepends=True)
-    owner, _, name = function.rpartition(".")
-    tree, _ = _parsed(source)
-    if owner:
-        classes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner]
-        tree = classes[0] if classes else ast.Module([], [])
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
-    if len(nodes) != 1:
-        raise CannotPlant(f"there are {len(nodes)} functions {function}, wanted 1")
-    first, last = nodes[0].lineno - 1, nodes[0].end_lineno
-    return len("".join(lines[:first])), len("".join(lines[:last]))
+    spans = _functions(source).get(function, [])
+    if len(spans) != 1:
+        raise CannotPlant(f"there are {len(spans)} functions {function}, wanted 1")
+    return spans[0]
+
+
+def _meaning(code: str) -> str:
+    return ast.dump(ast.parse(textwrap.dedent(code)))
 
 
 def plant(fault: Fault, source: str) -> str:
@@ -84,10 +93,10 @@ def plant(fault: Fault, source: str) -> str:
             f"{fault.id}: the old text must occur once in {fault.within or fault.file}, "
             f"it occurs {segment.count(fault.old)} times: {fault.old!r}"
         )
-    planted = source[:begin] + segment.replace(fault.old, fault.new) + source[end:]
-    if ast.dump(ast.parse(planted)) == _parsed(source)[1]:
+    planted = segment.replace(fault.old, fault.new)
+    if _meaning(planted) == _meaning(segment):
         raise CannotPlant(f"{fault.id}: the new text changes nothing: {fault.new!r}")
-    return planted
+    return source[:begin] + planted + source[end:]
 
 
 def package_file(fault: Fault, root: Path = ROOT) -> Path:

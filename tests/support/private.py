@@ -46,6 +46,8 @@ NAMES = {
     "gpu_sleeps": "torch:cuda._sleep",
     # what dynamo has counted: its graphs, among others
     "compiler_counts": "torch._dynamo.utils:counters",
+    # what AOTAutograd imports, for 2 s, where it first parts a graph
+    "pattern_matcher": "torch._inductor.pattern_matcher",
     # of AOTAutograd: whether a compiled backward may write to what its forward saved
     "autograd_config": "torch._functorch.config",
     # what torch.onnx.export sets while it runs

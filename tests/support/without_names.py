@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import traceback
 
+import private
 import torch
 from fast_interpreter import make_fast
 from interpreter import mend_interpreter
@@ -51,7 +52,7 @@ Count.__module__ = "a_package_of_others"
 def step(model, x, call=None):
     """The output and all gradients."""
     x = x.clone().requires_grad_()
-    y = (call or model)(x)
+    y = (model if call is None else call)(x)
     inputs = [x, *(p for p in model.parameters() if p.requires_grad)]
     return [y, *torch.autograd.grad(y.square().sum(), inputs)]
 
@@ -119,8 +120,8 @@ def check(fk):
     table = torch.zeros(2)
     assert read_once(table, torch.sum).item() == 0
     assert read_once(table.add_(1), torch.sum).item() == 2
-    block = torch.compile(swapped[:1], backend="aot_eager")
-    same(step(swapped[:1], x, block), step(host[:1], x))
+    compiled = torch.compile(swapped[1], backend="aot_eager")
+    same(step(swapped[1], x, compiled), step(host[1], x))
 
 
 def run(hidden):
@@ -141,8 +142,9 @@ def run(hidden):
 def main():
     mend_interpreter()
     make_fast()
+    private.pattern_matcher  # noqa: B018, these import for seconds
     with torch.no_grad():  # once autograd's engine has threads, it refuses to run in a fork
-        torch.compile(nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))  # imports for seconds
+        torch.compile(nn.Linear(1, 1), backend="aot_eager")(torch.ones(1, 1))
     for line in sys.stdin:
         process = os.fork()
         if not process:

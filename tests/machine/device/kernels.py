@@ -1,7 +1,7 @@
 """The package's ops on the machine, by the 2x rule: what `python -m tests.machine device` runs.
 
 check     every case of `fastvit-kernels check`
-tokens    attention, rope and their kin at T = 1, 17, 50, 197, 257, plain and with dropout
+tokens    every op at T = 1, 17, 50, 197, 257, attention with masks and with dropout
 training  three steps of a small ViT, its loss and weights
 configs   every launch config that ships, twice, for equal bits
 """
@@ -29,6 +29,7 @@ from fastvit_kernels.ops.attention import functions
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.verify.accuracy import Reference, measure_all
 from fastvit_kernels.verify.cases import OPS, check_cases
+from fastvit_kernels.verify.entries.attention import VARLEN_ATTENTION, packed_sizes
 from fastvit_kernels.verify.op import SMALL, Case, Draw, Example, Inputs
 from fastvit_kernels.verify.plain_vit import plain_vit
 from fastvit_kernels.verify.runner import first_line, poisoned
@@ -40,7 +41,6 @@ from . import ran
 from .driver import Machine, ptx_machine
 
 CPU = torch.device("cpu")
-TOKEN_OPS = ("attention", "qkv_attention", "rope_attention", "scaled_dot_product_attention")
 TOKENS = (1, 17, 50, 197, 257)
 KINDS = ("check", "early", "tokens", "training", "configs")
 # tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
@@ -110,15 +110,19 @@ _OPERANDS = {
 
 
 def _token_cases(dtype: torch.dtype) -> list[Case]:
-    """Attention's relatives at each T, in a ViT of 32 channels a head; and with dropout."""
-    found = []
+    """Each op at each T of a ViT of 32 channels a head, with masks and with dropout; and packed
+    sequences of all T."""
+    found = [VARLEN_ATTENTION.case(Example(packed_sizes(TOKENS, 2, 32), "all T"), CPU, dtype)]
     for T in TOKENS:
-        sizes = replace(SMALL, T=T, B=1)
-        for op in (OPS[name] for name in TOKEN_OPS):
-            each = dict(op.at(sizes))
+        v = replace(SMALL, T=T, B=1, img_size=(8, 8 * T))
+        for op in OPS.values():
+            each = dict(op.at(v))
             if "S" in each:  # one key has no gradient but rounding, and no error may be above 0
                 each["S"] = T + 5
-            found.append(op.case(Example(each, f"T={T}"), CPU, dtype))
+            masked = [e for e in op.check(v) if e.sizes.get("mask") and T > 1]
+            for example in (Example(each), *masked):
+                case = op.case(example, CPU, dtype)
+                found.append(replace(case, name=f"{case.name}, T={T}"))
         found.append(dropout_case(T, dtype))
     return found
 

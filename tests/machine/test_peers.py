@@ -1,4 +1,4 @@
-"""bench/modelled.py: a peer's autotuned kernel takes the config of the least modelled time."""
+"""peers.py: a peer's autotuned kernel takes the config of the least modelled time."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bench import modelled
+from tests.machine import peers
 
 SOURCE = """
 import triton
@@ -30,7 +30,7 @@ def chain_kernel(out_ptr, q_ptr, k_ptr, n, M: tl.constexpr, D: tl.constexpr):
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path
-from bench.modelled import _load, best_of_autotuned
+from tests.machine.peers import _load, best_of_autotuned
 from tests.machine.launches import tracing
 from fastvit_kernels.tools.resources import TARGETS
 
@@ -57,7 +57,7 @@ def test_the_best_of_an_autotuned_kernel(tmp_path):
 def test_the_command_compares_by_the_model_alone():
     """Ours is compiled for a GPU that is absent; a backward takes longer than its forward."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench.modelled", "--tokens", "197"]
+    command = [sys.executable, "-m", "tests.machine.peers", "--tokens", "197"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stderr
     assert "modelled microseconds, not measured; batch\n256, 12 heads of 64, bf16" in result.stdout
@@ -68,7 +68,7 @@ def test_the_command_compares_by_the_model_alone():
 
 @pytest.mark.parametrize("flag", ["--tokens", "--heads", "--head-dim", "--batch"])
 def test_sizes_that_are_none(flag, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["modelled", flag, "0"])
+    monkeypatch.setattr(sys, "argv", ["peers", flag, "0"])
     with pytest.raises(SystemExit):
-        modelled.main()
+        peers.main()
     assert f"error: argument {flag}" in capsys.readouterr().err.splitlines()[-1]

@@ -1,6 +1,6 @@
-"""Attention by the model of tests/machine/loop_model.py, beside Triton kernels of others.
+"""Attention by the model of loop_model.py, beside Triton kernels of others.
 
-    python -m bench.modelled --arch sm_90 --tokens 197 257 577 1025 \\
+    python -m tests.machine.peers --arch sm_90 --tokens 197 257 577 1025 \\
         --tutorial 06-fused-attention.py --flash-attn flash_attn_triton.py
 
 Compiles each peer's own code for the named GPU (none need be there), takes the best of its
@@ -30,11 +30,12 @@ from fastvit_kernels.commands.options import add_batch, positive
 from fastvit_kernels.ops.attention.configs import forced_route
 from fastvit_kernels.tools.aot import CompileError
 from fastvit_kernels.tools.resources import TARGETS
-from tests.machine.examine import timed
-from tests.machine.faults import faults
-from tests.machine.launches import Trace, tracing
-from tests.machine.loop_model import ROOFS
-from tests.machine.ranking import trace_time
+
+from .examine import timed
+from .faults import faults
+from .launches import Trace, tracing
+from .loop_model import ROOFS
+from .ranking import trace_time
 
 # (B, T, H, D) -> the output of a forward, and what its backward takes
 Run = Callable[[int, int, int, int], tuple[torch.Tensor, torch.Tensor]]
