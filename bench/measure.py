@@ -1,8 +1,8 @@
 """Measures one op at one shape, all providers in turn, and closes the gate on those that are wrong.
 
 Each provider's output and gradients are held against float64 on the very inputs that are timed, by
-the 2x rule (docs/numerics.md). One that breaks it has status FAILED and no speed-up. Timer, turns,
-gate and roofs are fastvit_kernels/measure's.
+the 2x rule (docs/numerics.md). One that breaks it has status FAILED and no speed-up. Timer, turns
+and gate are fastvit_kernels/measure's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from bench.ops import Draw, Op
 from bench.providers import BASELINE, Function, Inputs, Provider, Shape
-from bench.rows import FAILED, OK, ROOF, Row
-from fastvit_kernels.measure.gate import Outcome, failure, judge_op, speedup
-from fastvit_kernels.measure.roofs import COPY, MATMUL, Roof, Roofs
+from bench.roofs import Roofs
+from bench.rows import FAILED, OK, Row, rated, timed, with_speedup
+from fastvit_kernels.measure.gate import Outcome, failure, judge_op
 from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
 from fastvit_kernels.measure.turns import Contender, take_turns
 from fastvit_kernels.runtime.dtypes import DTYPES
@@ -93,7 +93,7 @@ def warm_up(
     """Run it, note its memory, count the samples of a turn. Returns: ms."""
     for _ in range(WARM_UP):
         entry.run()
-    entry.peak_mib = timer.peak_mib(entry.run)
+    entry.peak_mib, entry.kept_mib = timer.memory_mib(entry.run)
     ms = min(timer.sample(entry.run, 2, flush))
     entry.count = samples_in(turn_ms, ms, least, most)
     return ms
@@ -135,16 +135,11 @@ def finish(row: Row, entry: Entry) -> Row:
     )  # fmt: skip
     if not entry.times or not entry.is_alive:
         return row
-    ms, p20, p80 = spread(entry.times)
-    row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(entry.times))
+    row = timed(row, entry.times)
     if not entry.graph_times:
         return row
     ms, p20, p80 = spread(entry.graph_times)
     return replace(row, graph_ms=ms, graph_ms_p20=p20, graph_ms_p80=p80)
-
-
-def with_speedup(row: Row, baseline: Row | None, compared: bool = True) -> Row:
-    return replace(row, speedup=speedup(row, baseline) if compared else None)
 
 
 def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
@@ -233,7 +228,8 @@ def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Benc
     with attempt(entry, bench), entry.context():
         entry.run = functools.partial(step.run, step.prepare())
         ms = warm_up(entry, timer, TURN_MS, MIN_SAMPLES, MAX_SAMPLES, flush=True)
-        entry.kept_mib = timer.kept_mib(entry.run) if mode == "fwd" else None
+        if mode != "fwd":
+            entry.kept_mib = None
         if ms < SMALL_MS:
             try:
                 entry.replay = timer.capture(step)
@@ -267,30 +263,4 @@ def with_rates(row: Row, op: Op, shape: Shape, roofs: Roofs) -> Row:
         return row
     flops, bytes_ = op.flops(shape, row.mode), op.bytes(shape, row.dtype, row.mode)
     roof, share = roofs.share(ms, flops, bytes_, "bf16" if row.dtype == "amp" else row.dtype)
-    return replace(
-        row, flops=flops, bytes=bytes_, tflops=flops / ms / 1e9, gbps=bytes_ / ms / 1e6,
-        roof=roof, roof_share=share,
-    )  # fmt: skip
-
-
-def roof_row(roof: Roof) -> Row:
-    """A roof as a row."""
-    row = Row(
-        ROOF, BASELINE, roof.size, roof.dtype, roof.kind, status=roof.outcome.status,
-        note=roof.outcome.note, flops=roof.flops, bytes=roof.bytes,
-    )  # fmt: skip
-    if not roof.times:
-        return row
-    ms, p20, p80 = spread(roof.times)
-    return replace(
-        row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(roof.times),
-        tflops=None if roof.flops is None else roof.flops / ms / 1e9,
-        gbps=None if roof.bytes is None else roof.bytes / ms / 1e6,
-    )  # fmt: skip
-
-
-def roofs_of(rows: Sequence[Row]) -> Roofs:
-    """The roofs that these rows have measured; zero if there is none."""
-    found = [r for r in rows if r.op == ROOF and r.status == OK]
-    copy = next((r.gbps for r in found if r.mode == COPY and r.gbps), 0.0)
-    return Roofs(copy, {r.dtype: r.tflops for r in found if r.mode == MATMUL and r.tflops})
+    return replace(rated(row, flops, bytes_), roof=roof, roof_share=share)

@@ -1,10 +1,7 @@
 """Whole ViTs as their users build them: a step of training or inference in several ways.
 
-The gate holds logits and the gradient of all parameters, as one vector, against the host's model in
-float64 on the very batch that is timed; and each gradient by itself with wider limits
-(fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
-
-Also: kernel time by stage of the flow picture.
+The gate of gate.py looks at logits and gradients of the very batch that is timed. Also: kernel time
+by stage of the flow picture.
 """
 
 from __future__ import annotations
@@ -22,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.measure import Bench, Entry, attempt, failed, finish, warm_up, with_speedup
+from bench.gate import Results, model_errors
+from bench.measure import Bench, Entry, attempt, failed, finish, warm_up
 from bench.providers import BASELINE, SEARCH, VITS
-from bench.rows import OK, Row
+from bench.roofs import MATMUL
+from bench.rows import OK, Row, rated, with_speedup
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
-from fastvit_kernels.measure.gate import Outcome, Results, judged, model_errors, verdict
+from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
@@ -370,11 +369,11 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
         # A graph's memory is taken when it is captured, once for all replays; max-autotune's
         # graphs keep theirs in a pool of Inductor's.
         if way.graph or way.compile_mode == "max-autotune":
-            entry.peak_mib = None
+            entry.peak_mib = entry.kept_mib = None
             return
         if entry.peak_mib is not None:
             entry.peak_mib += runner.resident_mib()
-        entry.kept_mib = timer.kept_mib(runner.loss) if case.trains else None
+        entry.kept_mib = timer.memory_mib(runner.loss)[1] if case.trains else None
 
 
 def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
@@ -417,10 +416,10 @@ def _measure_group(
     for entry in group:
         row = finish(row_of(case, entry.name), entry)
         if row.ms is not None:
-            tflops = case.flops / row.ms / 1e9
+            row = rated(row, case.flops, None)
             row = replace(
-                row, flops=case.flops, tflops=tflops, images_per_s=1e3 * case.batch / row.ms,
-                roof="matmul", roof_share=tflops / roof if roof else None,
+                row, images_per_s=1e3 * case.batch / row.ms, roof=MATMUL,
+                roof_share=row.tflops / roof if roof and row.tflops else None,
             )  # fmt: skip
         yield row
 

@@ -28,10 +28,10 @@ from bench.rows import (
     describe,
     fastest,
     is_ours,
+    like_times,
     read_rows,
 )
 from fastvit_kernels.commands.console import CommandError, aligned, require
-from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
 SUMMARY = "summary.md"

@@ -23,8 +23,8 @@ from bench import measure, ops
 from bench.measure import Entry, measure_op, row_of
 from bench.ops import OPS, Draw
 from bench.providers import Provider, plain, replaced
+from bench.roofs import Roofs
 from bench.rows import ERROR, MEMORY, OK
-from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.configs import BWD_TABLE as ATTENTION_BWD

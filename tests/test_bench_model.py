@@ -19,6 +19,7 @@ from bench_stand_ins import (
 
 from bench import models as bench_models
 from bench.__main__ import main
+from bench.gate import Results, model_errors, overall
 from bench.measure import Entry
 from bench.models import WAYS, Case, NamedCase, Runner, Way, build
 from bench.plan import Wanted, tasks
@@ -28,7 +29,6 @@ from bench.rows import (
 )
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.measure.gate import Results, model_errors, overall
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
@@ -223,8 +223,8 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
     pytest.importorskip("timm")
 
     class Kept(FakeTimer):
-        def kept_mib(self, forward):
-            return 2.0 if forward().requires_grad else 0.0
+        def memory_mib(self, run):
+            return 3.0, 2.0 if run().requires_grad else 0.0
 
     case = Case("timm", "tiny", 16, 2, "bf16")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench(Kept())))

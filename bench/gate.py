@@ -1,0 +1,67 @@
+"""The gate of whole models: logits and gradients beside the host's in float64, by the 2x rule.
+
+The gradients of all parameters are judged as one vector, and each by itself with EACH times the
+limit, so that a small one is not lost. Parameter by parameter is what the tests do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastvit_kernels.verify.accuracy import Error, measure
+
+EACH = 4.0
+
+
+def overall(name: str, errors: Sequence[Error], sizes: Sequence[int]) -> Error:
+    """The error of several tensors as of one vector: its maximum, its RMS, its floor."""
+    total = sum(sizes)
+
+    def mean(values: list[float]) -> float:
+        return math.sqrt(sum(v * v * n for v, n in zip(values, sizes, strict=True)) / total)
+
+    torch_max, torch_rms = max(e.torch_max for e in errors), mean([e.torch_rms for e in errors])
+    floor_max = max(e.limit_max - 2 * e.torch_max for e in errors)
+    floor_rms = mean([e.limit_rms - 2 * e.torch_rms for e in errors])
+    return Error(
+        name, max(e.max for e in errors), mean([e.rms for e in errors]), torch_max, torch_rms,
+        2 * torch_max + floor_max, 2 * torch_rms + floor_rms,
+    )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """A model's logits and the gradient of each parameter by name; no gradients in inference."""
+
+    logits: Tensor
+    grads: Mapping[str, Tensor | None]
+
+
+def model_errors(actual: Results, yardstick: Results, oracle: Results) -> list[Error]:
+    """Of the logits, of the gradients as one vector, and of each with wider limits.
+
+    A gradient that only one side lacks counts as zeros there; one that the oracle lacks is no part.
+    """
+    dtype = torch.bfloat16
+    errors = [measure("logits", actual.logits, yardstick.logits, oracle.logits, dtype)]
+    wanted = {name: grad for name, grad in oracle.grads.items() if grad is not None}
+    if not wanted:
+        return errors
+
+    def of(side: Results, name: str) -> Tensor:
+        grad = side.grads[name]
+        return torch.zeros_like(wanted[name]) if grad is None else grad
+
+    each = [
+        measure(f"d{name}", of(actual, name), of(yardstick, name), grad, dtype)
+        for name, grad in wanted.items()
+    ]
+    errors.append(overall("gradients", each, [grad.numel() for grad in wanted.values()]))
+    return errors + [
+        replace(e, limit_max=EACH * e.limit_max, limit_rms=EACH * e.limit_rms) for e in each
+    ]
