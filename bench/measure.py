@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +18,10 @@ from torch import Tensor
 from bench.ops import Draw, Op
 from bench.providers import BASELINE, Function, Inputs, Provider, Shape
 from bench.roofs import Roofs
-from bench.rows import FAILED, OK, Row, rated, timed, with_speedup
-from fastvit_kernels.measure.gate import Outcome, failure, judge_op
+from bench.rows import OK, Row, rated, timed, with_speedup
+from fastvit_kernels.measure.gate import Outcome, failure, judge_op, judged
 from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
-from fastvit_kernels.measure.turns import Contender, take_turns
+from fastvit_kernels.measure.turns import Contender, attempt, take_turns
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.accuracy import Reference, convolutions_like_matmuls
 
@@ -60,31 +59,16 @@ class Entry(Contender):
     ours: bool = False
     function: Function = _absent
     backward: bool = True
-    takes: Callable[[Inputs], Inputs] | None = None  # see Provider
+    takes: Callable[[Inputs], Inputs] = dict  # see Provider
     compared: bool = True
     peak_mib: float | None = None
     kept_mib: float | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.outcome.status in (OK, FAILED)
 
     def release(self) -> None:
         """Forget what a mode gave, and what holds its memory."""
         self.run, self.replay = _absent, None
         self.times, self.graph_times = [], []
         self.peak_mib = self.kept_mib = None
-
-
-@contextmanager
-def attempt(entry: Entry, bench: Bench) -> Iterator[None]:
-    """Inside the entry is at work; what it raises is its outcome, for the others are still
-    measured."""
-    bench.at_work(entry.name)
-    try:
-        yield
-    except Exception as error:
-        entry.outcome = failure(error, bench.timer)
 
 
 def warm_up(
@@ -150,24 +134,21 @@ def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
         entry = Entry(
             p.name, _absent, p.context, ours=p.ours, backward=p.backward, takes=p.takes
         )  # fmt: skip
-        try:
+        with attempt(entry, bench.timer):  # a peer of another version may raise
             entry.function = p.make()
-        except Exception as error:  # a peer of another version, most likely
-            entry.outcome = failure(error, bench.timer)
         entries.append(entry)
     return entries
 
 
 def _judge(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's outcome by the 2x rule."""
-    function, takes = entry.function, entry.takes
-    if takes is not None:
-        function = lambda **inputs: entry.function(**takes(inputs))  # noqa: E731
-    with attempt(entry, bench):
-        entry.outcome = judge_op(
-            function, reference, ours=entry.ours, backward=entry.backward,
-            context=entry.context(),
-        )  # fmt: skip
+
+    def function(**inputs: Tensor | None) -> Any:
+        return entry.function(**entry.takes(inputs))
+
+    bench.at_work(entry.name)
+    with attempt(entry, bench.timer), judged(entry.context(), entry.ours):
+        entry.outcome = judge_op(function, reference, entry.backward)
 
 
 def measure_op(
@@ -219,13 +200,13 @@ def _compare(
 def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Bench) -> None:
     """Compile, count samples, capture; an outcome on the entry if it fails."""
     timer = bench.timer
-    if entry.takes is not None:  # what it takes are leaves of its own: their making is not timed
-        inputs = {
-            n: x if x is None else x.detach().requires_grad_(x.requires_grad)
-            for n, x in entry.takes(inputs).items()
-        }
+    inputs = {  # leaves of its own: their making is not timed
+        n: x if x is None else x.detach().requires_grad_(x.requires_grad)
+        for n, x in entry.takes(inputs).items()
+    }
     step = step_of(entry.function, inputs, upstream, mode)
-    with attempt(entry, bench), entry.context():
+    bench.at_work(entry.name)
+    with attempt(entry, timer), entry.context():
         entry.run = functools.partial(step.run, step.prepare())
         ms = warm_up(entry, timer, TURN_MS, MIN_SAMPLES, MAX_SAMPLES, flush=True)
         if mode != "fwd":

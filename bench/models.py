@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.gate import Results, model_errors
-from bench.measure import Bench, Entry, attempt, failed, finish, warm_up
+from bench.measure import Bench, Entry, failed, finish, warm_up
 from bench.providers import BASELINE, SEARCH, VITS
 from bench.roofs import MATMUL
 from bench.rows import OK, Row, rated, with_speedup
@@ -28,7 +28,7 @@ from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
-from fastvit_kernels.measure.turns import take_turns
+from fastvit_kernels.measure.turns import attempt, take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error
 
@@ -358,7 +358,8 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
     why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
-    with attempt(entry, bench), judged(entry.context(), way.swapped):
+    bench.at_work(entry.name)
+    with attempt(entry, timer), judged(entry.context(), way.swapped):
         runner = Runner(case, way, bench.device)
         if oracle is None:
             entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")

@@ -140,7 +140,6 @@ def test_sdpa_has_q_k_and_v_of_their_own():
     op, timed = OPS["attention"], []
     (provider,) = (p for p in ops.sdpa_unpacked() if p.name == "sdpa-flash-unpacked")
     qkv = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))["qkv"]
-    assert provider.takes is not None
     taken = provider.takes({"qkv": qkv})
     assert list(taken) == ["q", "k", "v"]
     for x, packed_x in zip(taken.values(), qkv.unbind(2), strict=True):
