@@ -7,14 +7,13 @@ limit, so that a small one is not lost. Parameter by parameter is what the tests
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastvit_kernels.verify.accuracy import Error, measure
+from fastvit_kernels.verify.accuracy import Error, Tensors, measure
 
 EACH = 4.0
 
@@ -35,33 +34,22 @@ def overall(name: str, errors: Sequence[Error], sizes: Sequence[int]) -> Error:
     )  # fmt: skip
 
 
-class Results(NamedTuple):
-    """A model's logits and the gradient of each parameter by name; no gradients in inference."""
-
-    logits: Tensor
-    grads: Mapping[str, Tensor | None]
-
-
-def model_errors(actual: Results, yardstick: Results, oracle: Results) -> list[Error]:
+def model_errors(actual: Tensors, yardstick: Tensors, oracle: Tensors) -> list[Error]:
     """Of the logits, of the gradients as one vector, and of each with wider limits.
 
-    A gradient that only one side lacks counts as zeros there; one that the oracle lacks is no part.
+    Each side by name, the logits first, alone in inference. A gradient that only one side lacks
+    counts as zeros there; one that the oracle lacks is no part.
     """
-    dtype = torch.bfloat16
-    errors = [measure("logits", actual.logits, yardstick.logits, oracle.logits, dtype)]
-    wanted = {name: grad for name, grad in oracle.grads.items() if grad is not None}
-    if not wanted:
-        return errors
 
-    def of(side: Results, name: str) -> Tensor:
-        grad = side.grads[name]
-        return torch.zeros_like(wanted[name]) if grad is None else grad
+    def of(side: Tensors, name: str) -> Tensor:
+        return side[name] if name in side else torch.zeros_like(oracle[name])
 
-    each = [
-        measure(f"d{name}", of(actual, name), of(yardstick, name), grad, dtype)
-        for name, grad in wanted.items()
+    logits, *each = [
+        measure(name, of(actual, name), of(yardstick, name), wanted, torch.bfloat16)
+        for name, wanted in oracle.items()
     ]
-    errors.append(overall("gradients", each, [grad.numel() for grad in wanted.values()]))
-    return errors + [
-        replace(e, limit_max=EACH * e.limit_max, limit_rms=EACH * e.limit_rms) for e in each
-    ]
+    if not each:
+        return [logits]
+    sizes = [oracle[e.name].numel() for e in each]
+    wider = [replace(e, limit_max=EACH * e.limit_max, limit_rms=EACH * e.limit_rms) for e in each]
+    return [logits, overall("gradients", each, sizes), *wider]

@@ -52,14 +52,15 @@ def _absent(**_: Any) -> Tensor:
     raise AssertionError("a provider that could not be made is not called")
 
 
+_MODEL = Provider("", lambda: _absent)  # of an entry that runs no op, but a whole model
+
+
 @dataclass
 class Entry(Contender):
     """A provider in a case, and what became of it."""
 
-    ours: bool = False
     function: Function = _absent
-    backward: bool = True
-    takes: Callable[[Inputs], Inputs] = dict  # see Provider
+    provider: Provider = _MODEL
     compared: bool = True
     peak_mib: float | None = None
     kept_mib: float | None = None
@@ -131,9 +132,7 @@ def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
     if any(provider.compiled for provider in providers):
         torch.compiler.reset()  # once: a second would throw away what the first has compiled
     for p in providers:
-        entry = Entry(
-            p.name, _absent, p.context, ours=p.ours, backward=p.backward, takes=p.takes
-        )  # fmt: skip
+        entry = Entry(p.name, _absent, p.context, provider=p)
         with attempt(entry, bench.timer):  # a peer of another version may raise
             entry.function = p.make()
         entries.append(entry)
@@ -142,13 +141,14 @@ def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
 
 def _judge(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's outcome by the 2x rule."""
+    provider = entry.provider
 
     def function(**inputs: Tensor | None) -> Any:
-        return entry.function(**entry.takes(inputs))
+        return entry.function(**provider.takes(inputs))
 
     bench.at_work(entry.name)
-    with attempt(entry, bench.timer), judged(entry.context(), entry.ours):
-        entry.outcome = judge_op(function, reference, entry.backward)
+    with attempt(entry, bench.timer), judged(entry.context(), provider.ours):
+        entry.outcome = judge_op(function, reference, provider.backward)
 
 
 def measure_op(
@@ -202,7 +202,7 @@ def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Benc
     timer = bench.timer
     inputs = {  # leaves of its own: their making is not timed
         n: x if x is None else x.detach().requires_grad_(x.requires_grad)
-        for n, x in entry.takes(inputs).items()
+        for n, x in entry.provider.takes(inputs).items()
     }
     step = step_of(entry.function, inputs, upstream, mode)
     bench.at_work(entry.name)
@@ -223,7 +223,7 @@ def _measure_mode(
     op: Op, shape: Shape, dtype: str, mode: str, entries: list[Entry], inputs: Inputs,
     upstream: Sequence[Tensor], bench: Bench,
 ) -> Iterator[Row]:  # fmt: skip
-    entries = [e for e in entries if e.backward or mode == "fwd"]
+    entries = [e for e in entries if e.provider.backward or mode == "fwd"]
     for entry in entries:
         if entry.is_alive:
             _warm_up(entry, inputs, upstream, mode, bench)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.gate import Results, model_errors
+from bench.gate import model_errors
 from bench.measure import Bench, Entry, failed, finish, warm_up
 from bench.providers import BASELINE, SEARCH, VITS
 from bench.roofs import MATMUL
@@ -30,7 +30,7 @@ from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from fastvit_kernels.verify.accuracy import Error
+from fastvit_kernels.verify.accuracy import Error, Tensors
 
 VIT, PROFILE = "vit", "profile"
 NUM_CLASSES = 1000
@@ -283,19 +283,19 @@ class Runner:
             tensors += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors) / 2**20
 
-    def results(self, upstream: Tensor) -> Results:
+    def results(self, upstream: Tensor) -> Tensors:
         """Logits, and in training the gradient of every parameter under `upstream`."""
         if not self.case.trains:
             with torch.no_grad():
-                return Results(self.logits().clone(), {})
+                return {"logits": self.logits().clone()}
         logits = self.logits()
         grads = torch.autograd.grad(
             logits, self.parameters, upstream.to(logits.dtype), allow_unused=True
         )
         names = [name for name, _ in self.model.named_parameters()]
-        return Results(logits.detach(), dict(zip(names, grads, strict=True)))
+        return named(logits.detach(), dict(zip(names, grads, strict=True)))
 
-    def replayed(self, upstream: Tensor, timer: Timer) -> Results:
+    def replayed(self, upstream: Tensor, timer: Timer) -> Tensors:
         """The same as a replay of its kernels has written it."""
         found: list[Any] = [None]
 
@@ -303,11 +303,15 @@ class Runner:
             found[0] = self.results(upstream)  # at the capture: tensors that a replay writes anew
 
         replay = timer.capture(Step(lambda: None, keep))
-        for tensor in (found[0].logits, *found[0].grads.values()):
-            if tensor is not None:
-                tensor.fill_(float("nan"))  # what the replay does not write stays wrong
+        for tensor in found[0].values():
+            tensor.fill_(float("nan"))  # what the replay does not write stays wrong
         replay()
         return found[0]
+
+
+def named(logits: Tensor, grads: Mapping[str, Tensor | None]) -> Tensors:
+    """What is held against the oracle: the logits, and as "dname" the gradients that there are."""
+    return {"logits": logits, **{f"d{n}": grad for n, grad in grads.items() if grad is not None}}
 
 
 class Oracle:
@@ -323,7 +327,7 @@ class Oracle:
         self.results = self._float64(case, eager.images, device)
         self.yardstick = eager.results(self.upstream)
 
-    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Results:
+    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Tensors:
         model = build(case, device).to(device, _parameter_dtype(case)).double().train(case.trains)
         logits = []
         rows = max(1, ORACLE_TOKENS // case.tokens)
@@ -336,7 +340,7 @@ class Oracle:
                     out.backward(upstream.double())
                 logits.append(out.detach())
         grads = {n: p.grad for n, p in model.named_parameters()} if case.trains else {}
-        return Results(torch.cat(logits), grads)
+        return named(torch.cat(logits), grads)
 
     def errors(self, runner: Runner, timer: Timer) -> list[Error]:
         """Of the runner's logits and gradients; of a graph, of its replay."""
@@ -417,11 +421,10 @@ def _measure_group(
     for entry in group:
         row = finish(row_of(case, entry.name), entry)
         if row.ms is not None:
-            row = rated(row, case.flops, None)
-            row = replace(
-                row, images_per_s=1e3 * case.batch / row.ms, roof=MATMUL,
-                roof_share=row.tflops / roof if roof and row.tflops else None,
-            )  # fmt: skip
+            images, tflops = 1e3 * case.batch / row.ms, case.flops / row.ms / 1e9
+            share = tflops / roof if roof else None
+            row = replace(rated(row, case.flops, None), images_per_s=images)
+            row = replace(row, roof=MATMUL, roof_share=share)
         yield row
 
 

@@ -375,12 +375,7 @@ def choose(
                 kind, call = kinds[module], calls.get(module)
                 key = kind, "" if call is None else call.inputs
                 choice = made.get(key) or known.of(*key)
-                if choice is None and call is None:
-                    keeps, note = HOST, "it was not called"
-                    if measure is None:
-                        keeps, note = FUSED, "not among the choices"
-                    choice = Choice(*kind, "", keeps, note=note)
-                elif choice is None:
+                if choice is None and call is not None:
                     ways = [Way.of(HOST, replica(module, {}, {}), call)]
                     ways.append(Way.of(FUSED, replica(module, classes, settings), call))
                     if low and call.grad and hasattr(classes[module], "fused_memory"):
@@ -394,6 +389,10 @@ def choose(
                     choice = Choice.of(kind, call.inputs, won.name, ways)
                     found.configs = found.configs + won.entries(choice.ms.get(FUSED))
                     routes = prefer(here, former, found.configs)
+                elif choice is None and measure is not None:
+                    choice = Choice(*kind, "", HOST, note="it was not called")
+                elif choice is None:
+                    choice = Choice(*kind, "", FUSED, note="not among the choices")
                 kept[name] = made[key] = choice
         found.rows = list(made.values())
         shared = [(found, kept)]

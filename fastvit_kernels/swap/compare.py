@@ -285,8 +285,8 @@ def compare(
         row = Row(c.name, peak_mib=c.peak_mib, status=status, note=note)
         if ran:
             ms, p20, p80 = spread(c.times)
-            row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80)
-            row = replace(row, images_per_s=None if images is None else 1e3 * images / ms)
+            rate = None if images is None else 1e3 * images / ms
+            row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80, images_per_s=rate)
         if ran and c is not eager:
             row = replace(row, loss_gap=(c.losses - eager.losses).abs().max().item())
             if status == eager.outcome.status == OK:

@@ -87,13 +87,13 @@ FAULTS = [
     Fault(
         "judge-vit-outputs", "bench/gate.py", "model_errors",
         "the gate of whole models looks at logits only",
-        "return errors + [", "return errors[:1] and errors[:1] or [",
+        "return [logits, overall", "return [logits] or [logits, overall",
         (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
         "judge-vit-vector", "bench/gate.py", "model_errors",
-        "a small gradient is lost in the vector of all", "for e in each\n", "for e in each[:0]\n",
-
+        "a small gradient is lost in the vector of all",
+        "e.limit_rms) for e in each]", "e.limit_rms) for e in each[:0]]",
         (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
@@ -719,8 +719,7 @@ FAULTS += [  # what the judges are asked, and with which numbers
     Fault(
         "judge-vit-lacks", "bench/gate.py", "model_errors",
         "a gradient that a model lacks is no part",
-        "oracle.grads.items() if grad is not None",
-        "oracle.grads.items() if grad is not None and actual.grads[name] is not None",
+        "in oracle.items()", "in oracle.items() if name in actual",
         ("test_bench_model.py::test_a_gradient_that_a_model_lacks_counts_as_zeros",),
     ),
     Fault(
