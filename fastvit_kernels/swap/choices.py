@@ -376,14 +376,13 @@ def choose(
                 key = kind, "" if call is None else call.inputs
                 choice = made.get(key) or known.of(*key)
                 if choice is None and call is not None:
-                    ways = [Way.of(HOST, replica(module, {}, {}), call)]
-                    ways.append(Way.of(FUSED, replica(module, classes, settings), call))
+                    each: dict[str, Any] = {HOST: ({}, {}), FUSED: (classes, settings)}
                     if low and call.grad and hasattr(classes[module], "fused_memory"):
-                        rebuilding = {**settings, "fused_memory": "low"}
-                        ways.append(Way.of(LOW, replica(module, classes, rebuilding), call))
+                        each[LOW] = classes, {**settings, "fused_memory": "low"}
+                    ways = [Way.of(way, replica(module, *how), call) for way, how in each.items()]
                     if time.monotonic() < end:
-                        each = [routes_of(way, call, here, routes) for way in ways[1:]]
-                        ways += [way for others in each for way in others]
+                        routed = [routes_of(way, call, here, routes) for way in ways[1:]]
+                        ways += [way for others in routed for way in others]
                     in_turns(ways, call, end)
                     won = fastest(ways, call)
                     choice = Choice.of(kind, call.inputs, won.name, ways)
