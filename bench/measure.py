@@ -1,15 +1,14 @@
 """Measures one op at one shape, all providers in turn, and closes the gate on those that are wrong.
 
 Each provider's output and gradients are held against float64 on the very inputs that are timed, by
-the 2x rule (docs/numerics.md). One that breaks it has status FAILED and no speed-up. Timer, turns,
-gate and roofs are fastvit_kernels/measure's.
+the 2x rule (docs/numerics.md). One that breaks it has status FAILED and no speed-up. Timer, turns
+and gate are fastvit_kernels/measure's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from bench.ops import Draw, Op
 from bench.providers import BASELINE, Function, Inputs, Provider, Shape
-from bench.rows import FAILED, OK, ROOF, Row
-from fastvit_kernels.measure.gate import Outcome, failure, judge_op, speedup
-from fastvit_kernels.measure.roofs import COPY, MATMUL, Roof, Roofs
+from bench.roofs import Roofs
+from bench.rows import OK, Row, rated, timed, with_speedup
+from fastvit_kernels.measure.gate import Outcome, failure, judge_op, judged
 from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
-from fastvit_kernels.measure.turns import Contender, take_turns
+from fastvit_kernels.measure.turns import Contender, attempt, take_turns
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify.accuracy import Reference, convolutions_like_matmuls
 
@@ -53,21 +52,18 @@ def _absent(**_: Any) -> Tensor:
     raise AssertionError("a provider that could not be made is not called")
 
 
+_MODEL = Provider("", lambda: _absent)  # of an entry that runs no op, but a whole model
+
+
 @dataclass
 class Entry(Contender):
     """A provider in a case, and what became of it."""
 
-    ours: bool = False
     function: Function = _absent
-    backward: bool = True
-    takes: Callable[[Inputs], Inputs] | None = None  # see Provider
+    provider: Provider = _MODEL
     compared: bool = True
     peak_mib: float | None = None
     kept_mib: float | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        return self.outcome.status in (OK, FAILED)
 
     def release(self) -> None:
         """Forget what a mode gave, and what holds its memory."""
@@ -76,24 +72,13 @@ class Entry(Contender):
         self.peak_mib = self.kept_mib = None
 
 
-@contextmanager
-def attempt(entry: Entry, bench: Bench) -> Iterator[None]:
-    """Inside the entry is at work; what it raises is its outcome, for the others are still
-    measured."""
-    bench.at_work(entry.name)
-    try:
-        yield
-    except Exception as error:
-        entry.outcome = failure(error, bench.timer)
-
-
 def warm_up(
     entry: Entry, timer: Timer, turn_ms: float, least: int, most: int, *, flush: bool
 ) -> float:
     """Run it, note its memory, count the samples of a turn. Returns: ms."""
     for _ in range(WARM_UP):
         entry.run()
-    entry.peak_mib = timer.peak_mib(entry.run)
+    entry.peak_mib, entry.kept_mib = timer.memory_mib(entry.run)
     ms = min(timer.sample(entry.run, 2, flush))
     entry.count = samples_in(turn_ms, ms, least, most)
     return ms
@@ -135,16 +120,11 @@ def finish(row: Row, entry: Entry) -> Row:
     )  # fmt: skip
     if not entry.times or not entry.is_alive:
         return row
-    ms, p20, p80 = spread(entry.times)
-    row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(entry.times))
+    row = timed(row, entry.times)
     if not entry.graph_times:
         return row
     ms, p20, p80 = spread(entry.graph_times)
     return replace(row, graph_ms=ms, graph_ms_p20=p20, graph_ms_p80=p80)
-
-
-def with_speedup(row: Row, baseline: Row | None, compared: bool = True) -> Row:
-    return replace(row, speedup=speedup(row, baseline) if compared else None)
 
 
 def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
@@ -152,27 +132,23 @@ def _entries(providers: list[Provider], bench: Bench) -> list[Entry]:
     if any(provider.compiled for provider in providers):
         torch.compiler.reset()  # once: a second would throw away what the first has compiled
     for p in providers:
-        entry = Entry(
-            p.name, _absent, p.context, ours=p.ours, backward=p.backward, takes=p.takes
-        )  # fmt: skip
-        try:
+        entry = Entry(p.name, _absent, p.context, provider=p)
+        with attempt(entry, bench.timer):  # a peer of another version may raise
             entry.function = p.make()
-        except Exception as error:  # a peer of another version, most likely
-            entry.outcome = failure(error, bench.timer)
         entries.append(entry)
     return entries
 
 
 def _judge(entry: Entry, reference: Reference, bench: Bench) -> None:
     """Set the entry's outcome by the 2x rule."""
-    function, takes = entry.function, entry.takes
-    if takes is not None:
-        function = lambda **inputs: entry.function(**takes(inputs))  # noqa: E731
-    with attempt(entry, bench):
-        entry.outcome = judge_op(
-            function, reference, ours=entry.ours, backward=entry.backward,
-            context=entry.context(),
-        )  # fmt: skip
+    provider = entry.provider
+
+    def function(**inputs: Tensor | None) -> Any:
+        return entry.function(**provider.takes(inputs))
+
+    bench.at_work(entry.name)
+    with attempt(entry, bench.timer), judged(entry.context(), provider.ours):
+        entry.outcome = judge_op(function, reference, provider.backward)
 
 
 def measure_op(
@@ -224,16 +200,17 @@ def _compare(
 def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Bench) -> None:
     """Compile, count samples, capture; an outcome on the entry if it fails."""
     timer = bench.timer
-    if entry.takes is not None:  # what it takes are leaves of its own: their making is not timed
-        inputs = {
-            n: x if x is None else x.detach().requires_grad_(x.requires_grad)
-            for n, x in entry.takes(inputs).items()
-        }
+    inputs = {  # leaves of its own: their making is not timed
+        n: x if x is None else x.detach().requires_grad_(x.requires_grad)
+        for n, x in entry.provider.takes(inputs).items()
+    }
     step = step_of(entry.function, inputs, upstream, mode)
-    with attempt(entry, bench), entry.context():
+    bench.at_work(entry.name)
+    with attempt(entry, timer), entry.context():
         entry.run = functools.partial(step.run, step.prepare())
         ms = warm_up(entry, timer, TURN_MS, MIN_SAMPLES, MAX_SAMPLES, flush=True)
-        entry.kept_mib = timer.kept_mib(entry.run) if mode == "fwd" else None
+        if mode != "fwd":
+            entry.kept_mib = None
         if ms < SMALL_MS:
             try:
                 entry.replay = timer.capture(step)
@@ -246,7 +223,7 @@ def _measure_mode(
     op: Op, shape: Shape, dtype: str, mode: str, entries: list[Entry], inputs: Inputs,
     upstream: Sequence[Tensor], bench: Bench,
 ) -> Iterator[Row]:  # fmt: skip
-    entries = [e for e in entries if e.backward or mode == "fwd"]
+    entries = [e for e in entries if e.provider.backward or mode == "fwd"]
     for entry in entries:
         if entry.is_alive:
             _warm_up(entry, inputs, upstream, mode, bench)
@@ -267,30 +244,4 @@ def with_rates(row: Row, op: Op, shape: Shape, roofs: Roofs) -> Row:
         return row
     flops, bytes_ = op.flops(shape, row.mode), op.bytes(shape, row.dtype, row.mode)
     roof, share = roofs.share(ms, flops, bytes_, "bf16" if row.dtype == "amp" else row.dtype)
-    return replace(
-        row, flops=flops, bytes=bytes_, tflops=flops / ms / 1e9, gbps=bytes_ / ms / 1e6,
-        roof=roof, roof_share=share,
-    )  # fmt: skip
-
-
-def roof_row(roof: Roof) -> Row:
-    """A roof as a row."""
-    row = Row(
-        ROOF, BASELINE, roof.size, roof.dtype, roof.kind, status=roof.outcome.status,
-        note=roof.outcome.note, flops=roof.flops, bytes=roof.bytes,
-    )  # fmt: skip
-    if not roof.times:
-        return row
-    ms, p20, p80 = spread(roof.times)
-    return replace(
-        row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(roof.times),
-        tflops=None if roof.flops is None else roof.flops / ms / 1e9,
-        gbps=None if roof.bytes is None else roof.bytes / ms / 1e6,
-    )  # fmt: skip
-
-
-def roofs_of(rows: Sequence[Row]) -> Roofs:
-    """The roofs that these rows have measured; zero if there is none."""
-    found = [r for r in rows if r.op == ROOF and r.status == OK]
-    copy = next((r.gbps for r in found if r.mode == COPY and r.gbps), 0.0)
-    return Roofs(copy, {r.dtype: r.tflops for r in found if r.mode == MATMUL and r.tflops})
+    return replace(rated(row, flops, bytes_), roof=roof, roof_share=share)

@@ -1,10 +1,7 @@
 """Whole ViTs as their users build them: a step of training or inference in several ways.
 
-The gate holds logits and the gradient of all parameters, as one vector, against the host's model in
-float64 on the very batch that is timed; and each gradient by itself with wider limits
-(fastvit_kernels/measure/gate.py). Parameter by parameter is what the tests do.
-
-Also: kernel time by stage of the flow picture.
+The gate of gate.py looks at logits and gradients of the very batch that is timed. Also: kernel time
+by stage of the flow picture.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,16 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.measure import Bench, Entry, attempt, failed, finish, warm_up, with_speedup
+from bench.gate import model_errors
+from bench.measure import Bench, Entry, failed, finish, warm_up
 from bench.providers import BASELINE, SEARCH, VITS
-from bench.rows import OK, Row
+from bench.roofs import MATMUL
+from bench.rows import OK, Row, rated, with_speedup
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
-from fastvit_kernels.measure.gate import Outcome, Results, judged, model_errors, verdict
+from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
-from fastvit_kernels.measure.turns import take_turns
+from fastvit_kernels.measure.turns import attempt, take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from fastvit_kernels.verify.accuracy import Error
+from fastvit_kernels.verify.accuracy import Error, Tensors
 
 VIT, PROFILE = "vit", "profile"
 NUM_CLASSES = 1000
@@ -284,19 +283,19 @@ class Runner:
             tensors += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors) / 2**20
 
-    def results(self, upstream: Tensor) -> Results:
+    def results(self, upstream: Tensor) -> Tensors:
         """Logits, and in training the gradient of every parameter under `upstream`."""
         if not self.case.trains:
             with torch.no_grad():
-                return Results(self.logits().clone(), {})
+                return {"logits": self.logits().clone()}
         logits = self.logits()
         grads = torch.autograd.grad(
             logits, self.parameters, upstream.to(logits.dtype), allow_unused=True
         )
         names = [name for name, _ in self.model.named_parameters()]
-        return Results(logits.detach(), dict(zip(names, grads, strict=True)))
+        return named(logits.detach(), dict(zip(names, grads, strict=True)))
 
-    def replayed(self, upstream: Tensor, timer: Timer) -> Results:
+    def replayed(self, upstream: Tensor, timer: Timer) -> Tensors:
         """The same as a replay of its kernels has written it."""
         found: list[Any] = [None]
 
@@ -304,11 +303,15 @@ class Runner:
             found[0] = self.results(upstream)  # at the capture: tensors that a replay writes anew
 
         replay = timer.capture(Step(lambda: None, keep))
-        for tensor in (found[0].logits, *found[0].grads.values()):
-            if tensor is not None:
-                tensor.fill_(float("nan"))  # what the replay does not write stays wrong
+        for tensor in found[0].values():
+            tensor.fill_(float("nan"))  # what the replay does not write stays wrong
         replay()
         return found[0]
+
+
+def named(logits: Tensor, grads: Mapping[str, Tensor | None]) -> Tensors:
+    """What is held against the oracle: the logits, and as "dname" the gradients that there are."""
+    return {"logits": logits, **{f"d{n}": grad for n, grad in grads.items() if grad is not None}}
 
 
 class Oracle:
@@ -324,7 +327,7 @@ class Oracle:
         self.results = self._float64(case, eager.images, device)
         self.yardstick = eager.results(self.upstream)
 
-    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Results:
+    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Tensors:
         model = build(case, device).to(device, _parameter_dtype(case)).double().train(case.trains)
         logits = []
         rows = max(1, ORACLE_TOKENS // case.tokens)
@@ -337,7 +340,7 @@ class Oracle:
                     out.backward(upstream.double())
                 logits.append(out.detach())
         grads = {n: p.grad for n, p in model.named_parameters()} if case.trains else {}
-        return Results(torch.cat(logits), grads)
+        return named(torch.cat(logits), grads)
 
     def errors(self, runner: Runner, timer: Timer) -> list[Error]:
         """Of the runner's logits and gradients; of a graph, of its replay."""
@@ -359,7 +362,8 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
     why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
-    with attempt(entry, bench), judged(entry.context(), way.swapped):
+    bench.at_work(entry.name)
+    with attempt(entry, timer), judged(entry.context(), way.swapped):
         runner = Runner(case, way, bench.device)
         if oracle is None:
             entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
@@ -370,11 +374,11 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
         # A graph's memory is taken when it is captured, once for all replays; max-autotune's
         # graphs keep theirs in a pool of Inductor's.
         if way.graph or way.compile_mode == "max-autotune":
-            entry.peak_mib = None
+            entry.peak_mib = entry.kept_mib = None
             return
         if entry.peak_mib is not None:
             entry.peak_mib += runner.resident_mib()
-        entry.kept_mib = timer.kept_mib(runner.loss) if case.trains else None
+        entry.kept_mib = timer.memory_mib(runner.loss)[1] if case.trains else None
 
 
 def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
@@ -417,11 +421,10 @@ def _measure_group(
     for entry in group:
         row = finish(row_of(case, entry.name), entry)
         if row.ms is not None:
-            tflops = case.flops / row.ms / 1e9
-            row = replace(
-                row, flops=case.flops, tflops=tflops, images_per_s=1e3 * case.batch / row.ms,
-                roof="matmul", roof_share=tflops / roof if roof else None,
-            )  # fmt: skip
+            images, tflops = 1e3 * case.batch / row.ms, case.flops / row.ms / 1e9
+            share = tflops / roof if roof else None
+            row = replace(rated(row, case.flops, None), images_per_s=images)
+            row = replace(row, roof=MATMUL, roof_share=share)
         yield row
 
 

@@ -122,8 +122,7 @@ class Provider:
     package: str = ""  # or module, that must be installed
     ours: bool = False
     reference: Function | None = None  # what a compiler is given
-    # What its function takes, made of the op's inputs: timed on leaves of its own
-    takes: Callable[[Inputs], Inputs] | None = None
+    takes: Callable[[Inputs], Inputs] = dict  # what its function takes, made of the op's inputs
 
     @property
     def installed(self) -> bool:

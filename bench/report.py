@@ -10,6 +10,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,10 +29,10 @@ from bench.rows import (
     describe,
     fastest,
     is_ours,
+    like_times,
     read_rows,
 )
 from fastvit_kernels.commands.console import CommandError, aligned, require
-from fastvit_kernels.measure.gate import like_times
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
 SUMMARY = "summary.md"
@@ -395,7 +396,7 @@ def _op_cases(rows: Sequence[Row]) -> list[Row]:
             for name, ours in (("best peer", False), ("ours", True)):
                 side = [r for r in modes[mode] if is_ours(r) == ours and r not in named]
                 best = fastest(r for r in side if r.status == OK) or fastest(side)
-                found += [] if best is None else [Row(**{**vars(best), "provider": name})]
+                found += [] if best is None else [replace(best, provider=name)]
     return found
 
 

@@ -24,6 +24,7 @@ from fastvit_kernels.measure.gate import ERROR as ERROR
 from fastvit_kernels.measure.gate import FAILED as FAILED
 from fastvit_kernels.measure.gate import MEMORY as MEMORY
 from fastvit_kernels.measure.gate import OK as OK
+from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.files import unwritten, write_text
@@ -88,6 +89,38 @@ class Row:
     def device_ms(self) -> float | None:
         """The time without the host's share, where it was measured."""
         return self.ms if self.graph_ms is None else self.graph_ms
+
+
+def timed(row: Row, times: list[float]) -> Row:
+    """The row with median and spread of these samples."""
+    ms, p20, p80 = spread(times)
+    return dataclasses.replace(row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(times))
+
+
+def rated(row: Row, flops: float | None, bytes_: float | None) -> Row:
+    """The row with its FLOP and bytes, and how many a second, without the host's share."""
+    ms = row.device_ms
+    if ms is None:
+        return row
+    return dataclasses.replace(
+        row, flops=flops, bytes=bytes_, tflops=None if flops is None else flops / ms / 1e9,
+        gbps=None if bytes_ is None else bytes_ / ms / 1e6,
+    )  # fmt: skip
+
+
+def like_times(one: Row, other: Row) -> tuple[float, float] | None:
+    """Both as graphs, or both as they are called; None if one was not timed."""
+    if one.graph_ms is not None and other.graph_ms is not None:
+        return one.graph_ms, other.graph_ms
+    return None if one.ms is None or other.ms is None else (one.ms, other.ms)
+
+
+def with_speedup(row: Row, baseline: Row | None, compared: bool = True) -> Row:
+    """The row with the baseline's time over its own; None unless both were found right."""
+    if baseline is None or not compared or (row.status, baseline.status) != (OK, OK):
+        return row
+    times = like_times(row, baseline)
+    return row if times is None else dataclasses.replace(row, speedup=times[1] / times[0])
 
 
 def is_ours(row: Row) -> bool:

@@ -22,8 +22,9 @@ import torch
 
 from bench import report
 from bench.host import measure_host
-from bench.measure import Bench, roof_row, roofs_of
+from bench.measure import Bench
 from bench.plan import Task, Wanted, named_cases, target_tasks, tasks
+from bench.roofs import Roofs, measure_roof, planned
 from bench.rows import (
     ERROR,
     LOST,
@@ -37,7 +38,6 @@ from bench.rows import (
 )
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
-from fastvit_kernels.measure.roofs import Roofs, measure_roof, planned
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
 
 HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
@@ -307,18 +307,17 @@ def _open(arguments: argparse.Namespace) -> Results:
 
 def _roofs(bench: Bench, results: Results) -> None:
     """Measure those without a row; one that loses the device has a row, and is not tried again."""
-    for roof in planned():
-        row = roof_row(roof)
+    for row in planned():
         if row.key in results.rows:
             continue
         try:
-            row = roof_row(measure_roof(roof, bench.device, bench.timer))
+            row = measure_roof(row, bench.device, bench.timer)
         except DeviceLost as error:
             results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
             raise
         results.append(row)
         bench.say(describe(row))
-    bench.roofs = roofs_of(list(results.rows.values()))
+    bench.roofs = Roofs.of(list(results.rows.values()))
 
 
 def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:

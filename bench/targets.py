@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from bench.models import EAGER_GRAPH, missing_option
 from bench.providers import BASELINE, SEARCH
-from bench.rows import FAILED, OK, ROOF, Row, fastest
+from bench.roofs import COPY, SETTLED
+from bench.rows import FAILED, OK, ROOF, Row, fastest, like_times
 from fastvit_kernels.commands.console import aligned
-from fastvit_kernels.measure.gate import like_times
-from fastvit_kernels.measure.roofs import COPY, SETTLED
 
 GPUS = ("H100", "H200")  # that the goals are for
 SDPA = (

@@ -17,13 +17,12 @@ from bench_stand_ins import (
 )
 
 import fastvit_kernels as fk
-from bench import measure, ops, report
-from bench.measure import measure_op, roof_row, roofs_of
+from bench import measure, ops, report, roofs
+from bench.measure import measure_op
 from bench.models import Case
 from bench.ops import OPS, Draw
 from bench.providers import Provider, compiled, ours, plain
-from bench.rows import ERROR, FAILED, OK, Row, bad_rows
-from fastvit_kernels.measure import roofs
+from bench.rows import ERROR, FAILED, OK, Row, bad_rows, with_speedup
 from fastvit_kernels.measure.timer import spread
 
 
@@ -169,11 +168,11 @@ def test_a_mode_times_what_it_says(monkeypatch):
 def test_a_speedup_is_the_baselines_time_over_the_providers():
     """By a graph's replay where both have one; none where either is wrong or was not compared."""
     base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
-    assert measure.with_speedup(fast, base, True).speedup == 1.5
+    assert with_speedup(fast, base, True).speedup == 1.5
     replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
-    assert measure.with_speedup(*replayed[::-1], True).speedup == 4.0
-    assert measure.with_speedup(replayed[1], base, True).speedup == 1.5
-    assert measure.with_speedup(fast, replayed[0], True).speedup == 1.5
+    assert with_speedup(*replayed[::-1], True).speedup == 4.0
+    assert with_speedup(replayed[1], base, True).speedup == 1.5
+    assert with_speedup(fast, replayed[0], True).speedup == 1.5
     for row, baseline, compared in (
         (replace(fast, status=FAILED), base, True),
         (fast, replace(base, status=FAILED), True),
@@ -182,7 +181,7 @@ def test_a_speedup_is_the_baselines_time_over_the_providers():
         (replace(fast, ms=None), base, True),
         (fast, replace(base, ms=None), True),
     ):
-        assert measure.with_speedup(row, baseline, compared).speedup is None
+        assert with_speedup(row, baseline, compared).speedup is None
 
 
 def test_what_took_pytorchs_path_is_not_ours():
@@ -228,7 +227,7 @@ def test_median_and_percentiles():
 
 
 def measured_roofs(timer):
-    return [roof_row(roofs.measure_roof(roof, CPU, timer)) for roof in roofs.planned()]
+    return [roofs.measure_roof(roof, CPU, timer) for roof in roofs.planned()]
 
 
 def test_roofs_by_stand_in(monkeypatch):
@@ -236,7 +235,7 @@ def test_roofs_by_stand_in(monkeypatch):
     assert all(side % 256 == 0 for side in roofs.MATMUL_SIDE.values())  # whole tiles
     monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
     monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
-    found = roofs_of(measured_roofs(FakeTimer(2.0)))
+    found = roofs.Roofs.of(measured_roofs(FakeTimer(2.0)))
     assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
     assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
 
@@ -261,7 +260,7 @@ def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
     # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
     assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
-    assert roofs_of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+    assert roofs.Roofs.of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
 
 
 @pytest.mark.parametrize("method", ["sample", "capture"])
@@ -277,7 +276,7 @@ def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
     for mode, row in rows.items():
         wrong = method == "sample" or mode == "graph replay"
         assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
-    assert bool(roofs_of(list(rows.values())).copy_gbps) == (method == "capture")
+    assert bool(roofs.Roofs.of(list(rows.values())).copy_gbps) == (method == "capture")
 
 
 def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
@@ -291,7 +290,7 @@ def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
 
     monkeypatch.setattr(roofs, "WARM_MS", 20.0)
     replay = roofs.planned()[-1]
-    assert len(roofs.measure_roof(replay, CPU, Counting()).times) == roofs.SAMPLES
+    assert roofs.measure_roof(replay, CPU, Counting()).samples == roofs.SAMPLES
     assert len(replays) == 2 + 1 and len(adds) == 1  # a stand-in runs once for its samples
 
 

@@ -17,14 +17,13 @@ from bench_stand_ins import (
     stub_task,
 )
 
-from bench import host, plan, providers, run
+from bench import host, plan, providers, roofs, run
 from bench.__main__ import build_parser, main
 from bench.models import Case
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
 from bench.rows import ERROR, OK, Results, Row, read_rows
 from bench.run import Clock, Machine
-from fastvit_kernels.measure import roofs
 from fastvit_kernels.measure.timer import DeviceLost
 
 

@@ -23,8 +23,8 @@ from bench import measure, ops
 from bench.measure import Entry, measure_op, row_of
 from bench.ops import OPS, Draw
 from bench.providers import Provider, plain, replaced
+from bench.roofs import Roofs
 from bench.rows import ERROR, MEMORY, OK
-from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.configs import BWD_TABLE as ATTENTION_BWD
@@ -140,7 +140,6 @@ def test_sdpa_has_q_k_and_v_of_their_own():
     op, timed = OPS["attention"], []
     (provider,) = (p for p in ops.sdpa_unpacked() if p.name == "sdpa-flash-unpacked")
     qkv = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))["qkv"]
-    assert provider.takes is not None
     taken = provider.takes({"qkv": qkv})
     assert list(taken) == ["q", "k", "v"]
     for x, packed_x in zip(taken.values(), qkv.unbind(2), strict=True):

@@ -19,6 +19,7 @@ from bench_stand_ins import (
 
 from bench import models as bench_models
 from bench.__main__ import main
+from bench.gate import model_errors, overall
 from bench.measure import Entry
 from bench.models import WAYS, Case, NamedCase, Runner, Way, build
 from bench.plan import Wanted, tasks
@@ -28,7 +29,6 @@ from bench.rows import (
 )
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.measure.gate import Results, model_errors, overall
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
@@ -223,8 +223,8 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
     pytest.importorskip("timm")
 
     class Kept(FakeTimer):
-        def kept_mib(self, forward):
-            return 2.0 if forward().requires_grad else 0.0
+        def memory_mib(self, run):
+            return 3.0, 2.0 if run().requires_grad else 0.0
 
     case = Case("timm", "tiny", 16, 2, "bf16")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench(Kept())))
@@ -242,8 +242,9 @@ def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(dt
     logits = model(runner.images.double())
     assert oracle.upstream.dtype == torch.bfloat16
     logits.backward(oracle.upstream.double())
-    torch.testing.assert_close(oracle.results.logits, logits.detach())
-    for grad, p in zip(oracle.results.grads.values(), model.parameters(), strict=True):
+    found, *grads = oracle.results.values()
+    torch.testing.assert_close(found, logits.detach())
+    for grad, p in zip(grads, model.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
 
 
@@ -265,9 +266,9 @@ def test_no_gradient_of_a_host_is_nothing(host_name):
     """Of a head of zeros every other gradient would be right."""
     pytest.importorskip(bench_models.HOSTS[host_name])
     runner = Runner(Case(host_name, "tiny", 16, 2, "bf16"), Way(), CPU)
-    logits, grads = runner.results(torch.randn(2, 1000))
+    logits, *grads = runner.results(torch.randn(2, 1000)).values()
     assert logits.shape == (2, 1000)
-    assert all(g is not None and g.abs().max() > 0 for g in grads.values())
+    assert len(grads) == len(runner.parameters) and all(g.abs().max() > 0 for g in grads)
 
 
 def test_a_model_in_which_nothing_is_swapped_is_refused(monkeypatch):
@@ -320,7 +321,7 @@ def test_the_gate_of_whole_models_looks_at_every_gradient(monkeypatch):
 
 
 def test_a_gradient_that_a_model_lacks_counts_as_zeros():
-    whole, lacking = (Results(torch.ones(2), {"w": x}) for x in (torch.ones(3), None))
+    whole, lacking = (bench_models.named(torch.ones(2), {"w": x}) for x in (torch.ones(3), None))
     found = [e.name for e in model_errors(lacking, whole, whole) if not e.passed]
     assert found == ["gradients", "dw"]
     assert all(e.passed for e in model_errors(whole, whole, whole))

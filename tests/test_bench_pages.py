@@ -8,7 +8,7 @@ from pathlib import Path
 import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 
-from bench import measure, models, report
+from bench import measure, models, report, roofs
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
@@ -35,7 +35,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
                         row, ms=ms, ms_p20=0.98 * ms, ms_p80=1.02 * ms, speedup=1 / (1 + 0.1 * i),
                         **about,
                     )  # fmt: skip
-                    rows.append(measure.with_rates(row, op, shape, measure.roofs_of(rows[:2])))
+                    rows.append(measure.with_rates(row, op, shape, roofs.Roofs.of(rows[:2])))
     for j, model in enumerate("SBL"):
         case = Case("timm", model, 224, 128)
         for i, provider in enumerate(WAYS):

@@ -36,8 +36,7 @@ def test_memory_is_that_above_what_is_there(gpu):
         gpu.take(7)
         gpu.now -= 4
 
-    assert gpu.timer.peak_mib(run) == 7.0
-    assert gpu.timer.kept_mib(run) == 3.0
+    assert gpu.timer.memory_mib(run) == (7.0, 3.0)
 
 
 def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..measure.gate import OK, failure, judge_op, judging
+from ..measure.gate import OK, Outcome, judge_op, judged, judging
 from ..measure.timer import Timer, spread, timer_of
-from ..measure.turns import Contender, time_together
+from ..measure.turns import Contender, attempt, time_together
 from ..ops.attention.functions import attention, attention_ref
 from ..runtime.dtypes import DTYPES
 from ..swap.choices import machine_on
@@ -84,13 +84,11 @@ def contender(name: str, qkv: Tensor, mode: str, timer: Timer) -> Contender:
     function: Callable[[Tensor], Tensor] = attention if name == OURS else attention_ref
     made = Contender(name, partial(torch.no_grad()(function), qkv.detach()), context)
     if mode == "backward":
-        try:
+        with attempt(made, timer):
             with context():
                 out = function(qkv)
             upstream = torch.randn_like(out)
             made.run = partial(torch.autograd.grad, out, qkv, upstream, retain_graph=True)
-        except Exception as error:
-            made.outcome = failure(error, timer)
     return made
 
 
@@ -99,9 +97,12 @@ def rows_of(T: int, B: int, dtype: str, device: torch.device, seconds: float) ->
     timer, kernels = timer_of(device), not by_pytorch(device)
     qkv = torch.randn(B, T, 3, H, D, device=device, dtype=DTYPES[dtype], requires_grad=True)
     first = {"qkv": qkv[:1].detach().requires_grad_()}
-    outcome = judging(
-        lambda: judge_op(attention, Reference(attention_ref, first), ours=kernels), timer
-    )
+
+    def judge() -> Outcome:
+        with judged(nullcontext(), kernels):
+            return judge_op(attention, Reference(attention_ref, first))
+
+    outcome = judging(judge, timer)
     for mode in MODES:
         every = [contender(name, qkv, mode, timer) for name in (OURS, *SDPA)]
         time_together(every, timer, 1e3 * seconds / len(MODES), flush=True)

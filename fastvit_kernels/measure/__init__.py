@@ -1,7 +1,6 @@
-"""How speed is measured: one timer, contenders in turns, a gate before any speed-up, roofs.
+"""How speed is measured: one timer, contenders in turns, a gate before any speed-up.
 
 timer   CUDA events around a call with a cold cache; CUDA graphs without the host; memory
 turns   contenders measured in turn, so that a drifting clock drifts for all; medians, p20, p80
 gate    no speed-up without right numbers: outputs and every gradient by the 2x rule
-roofs   what this GPU reaches: a large copy, a large matmul, a graph that does nothing
 """

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,26 +51,29 @@ def samples_in(turn_ms: float, ms: float, least: int, most: int) -> int:
     return min(most, max(least, int(turn_ms / max(ms, 1e-3))))
 
 
-class Timer(Protocol):
+class Timer:
+    """Times of what a CPU computes: nothing is captured or counted."""
+
     def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
-        """Milliseconds of `count` runs."""
-        ...
+        """Milliseconds of `count` runs; with `flush` each begins with a cold cache, on a GPU."""
+        found = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - start))
+        return found
 
     def capture(self, step: Step) -> Callable[[], Any]:
-        """A replay of the step's kernels. Raises RuntimeError if they cannot be captured."""
-        ...
+        """A replay of the step's kernels. Raises: RuntimeError if they cannot be captured."""
+        raise RuntimeError("a CPU has no graphs to capture")
 
-    def peak_mib(self, run: Callable[[], Any]) -> float | None:
-        """Memory that one run takes at its peak, above what is there before it."""
-        ...
-
-    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
-        """Memory that a forward leaves behind for its backward, its output included."""
-        ...
+    def memory_mib(self, run: Callable[[], Any]) -> tuple[float | None, float | None]:
+        """What one run takes at its peak, and what its result keeps: above what was there."""
+        return None, None
 
     def clear(self) -> None:
-        """Free memory that nothing refers to; raise DeviceLost if the GPU is gone."""
-        ...
+        """Free memory that nothing refers to. Raises: DeviceLost if the GPU is gone."""
+        gc.collect()
 
 
 def cold_bytes(l2: int) -> int:
@@ -79,7 +82,7 @@ def cold_bytes(l2: int) -> int:
     return max(2 * cache, LEAST_COLD)
 
 
-class CudaTimer:
+class CudaTimer(Timer):
     """Times of the current CUDA device."""
 
     def __init__(self) -> None:
@@ -121,24 +124,15 @@ class CudaTimer:
 
         return replay
 
-    def peak_mib(self, run: Callable[[], Any]) -> float | None:
+    def memory_mib(self, run: Callable[[], Any]) -> tuple[float, float]:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         result = run()
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
+        peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del result
-        return (peak - before) / MIB
-
-    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        kept = forward()
-        torch.cuda.synchronize()
-        after = torch.cuda.memory_allocated()
-        del kept
-        return (after - before) / MIB
+        return (peak - before) / MIB, (after - before) / MIB
 
     def clear(self) -> None:
         gc.collect()
@@ -152,35 +146,11 @@ class CudaTimer:
                     raise DeviceLost(str(error).strip().split("\n")[0]) from error
 
 
-class CpuTimer:
-    """Times of what a CPU computes; nothing is captured or counted."""
-
-    def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
-        found = []
-        for _ in range(count):
-            start = time.perf_counter()
-            run()
-            found.append(1e3 * (time.perf_counter() - start))
-        return found
-
-    def capture(self, step: Step) -> Callable[[], Any]:
-        raise RuntimeError("a CPU has no graphs to capture")
-
-    def peak_mib(self, run: Callable[[], Any]) -> float | None:
-        return None
-
-    def kept_mib(self, forward: Callable[[], Any]) -> float | None:
-        return None
-
-    def clear(self) -> None:
-        gc.collect()
-
-
 @functools.lru_cache(maxsize=1)
 def timer_of(device: torch.device) -> Timer:
     """The timer of a device; a GPU's has a buffer, which is allocated once."""
     if device.type != "cuda":
-        return CpuTimer()
+        return Timer()
     with torch.cuda.device(device):
         return CudaTimer()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -39,6 +39,21 @@ class Contender:
     times: list[float] = field(default_factory=list)  # ms
     graph_times: list[float] = field(default_factory=list)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, if with wrong numbers."""
+        return self.outcome.status in (OK, FAILED)
+
+
+@contextmanager
+def attempt(contender: Contender, timer: Timer) -> Iterator[None]:
+    """What is raised inside is the contender's outcome, for the others are still measured. Raises:
+    DeviceLost."""
+    try:
+        yield
+    except Exception as error:
+        contender.outcome = failure(error, timer)
+
 
 def take_turns(
     contenders: Sequence[Contender], timer: Timer, *, flush: bool, rounds: int = ROUNDS,
@@ -53,16 +68,14 @@ def take_turns(
     """
 
     def turn(c: Contender) -> None:
-        if c.outcome.status not in (OK, FAILED):
+        if not c.is_alive:
             return
         at_work(c.name)
-        try:
+        with attempt(c, timer):
             with c.context():
                 c.times += timer.sample(c.run, c.count, flush)
             if c.replay is not None:
                 c.graph_times += timer.sample(c.replay, c.count, flush)
-        except Exception as error:  # the others are still measured
-            c.outcome = failure(error, timer)
 
     alternate(rounds, *(functools.partial(turn, c) for c in contenders))
 

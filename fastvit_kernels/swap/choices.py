@@ -22,7 +22,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,9 +62,7 @@ ROUTES = [
 WAYS = (HOST, FUSED, LOW, *(f"{way} {route}" for way in (FUSED, LOW) for route, *_ in ROUTES))
 KIND_SECONDS = 1.0  # for one kind, all contenders together
 MEASURED = ("block", "attention", "mlp", "layer_norm", "rms_norm", "patch_embed")
-HOOKS = [k for k, v in vars(nn.Module()).items() if isinstance(v, dict) and k.endswith("hooks")]
-HOOKS += [k for k in vars(nn.Module()) if "_hooks_" in k]
-NO_SETTINGS: Mapping[str, Any] = {}
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 Measure = Tensor | tuple | Mapping[str, Any] | Callable[[nn.Module], Any]
 
 
@@ -206,39 +204,35 @@ def calls_of(model: nn.Module, kinds: dict[nn.Module, Any], measure: Measure) ->
             kept[key] = Call(copied(args), copied(kwargs), cast, grad, inputs)
         calls[module] = kept[key]
 
-    hooks = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in kinds]
-    try:
-        with _undisturbed(model):
-            called(model, measure)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with ExitStack() as hooks:
+        for module in kinds:
+            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        called(model, measure)
     return calls
 
 
 def replica(
-    module: Any, classes: Mapping[nn.Module, type], settings: Mapping[str, Any] = NO_SETTINGS
+    module: nn.Module, classes: Mapping[nn.Module, type], settings: Mapping[str, Any]
 ) -> Any:
     """A module of the same parameters, with these classes and settings of fused blocks, buffers of
     its own and no hooks."""
-    made: dict[int, Any] = {}
+    made: dict[Any, Any] = {}
 
-    def parameter(p: Any) -> Any:
-        return made.setdefault(id(p), nn.Parameter(p.detach(), p.requires_grad))
+    def parameter(p: Tensor) -> Tensor:
+        return made.setdefault(p, nn.Parameter(p.detach(), p.requires_grad))
 
-    def copy(m: Any) -> Any:
-        if id(m) not in made:
+    def copy(m: nn.Module) -> Any:
+        if m not in made:
             cls: Any = classes.get(m) or host_of(type(m))
-            made[id(m)] = new = cls.__new__(cls)
-            hooks = {k: OrderedDict() for k in vars(m) if k in HOOKS}
-            vars(new).update(vars(m) | hooks | (settings if hasattr(cls, "fused_memory") else {}))
-            vars(new).pop(CALL, None)  # compiled, for another module
-            new._parameters = {
-                k: p if p is None else parameter(p) for k, p in m._parameters.items()
-            }
-            new._buffers = {k: b if b is None else b.clone() for k, b in m._buffers.items()}
-            new._modules = {k: c if c is None else copy(c) for k, c in m._modules.items()}
-        return made[id(m)]
+            made[m] = new = cls.__new__(cls)
+            own = vars(new)
+            own.update((k, OrderedDict() if k in HOOKS else v) for k, v in vars(m).items())
+            own.update(settings if hasattr(cls, "fused_memory") else {})
+            own.pop(CALL, None)  # compiled, for another module
+            parts = ("_parameters", parameter), ("_buffers", torch.clone), ("_modules", copy)
+            for kind, copied in parts:
+                own[kind] = {k: x if x is None else copied(x) for k, x in own[kind].items()}
+        return made[m]
 
     return copy(module)
 
@@ -362,52 +356,49 @@ def choose(
     """
     end = time.monotonic() + budget
     device = device_of(list(model.parameters()))
-    here, machine = gpu(device), machine_on(device)
-    if known is not None and known.machine != machine:
-        known = None
+    here = gpu(device)
+    former, found = tuned_on(here), Choices(machine_on(device))
+    if known is None or known.machine != found.machine:
+        known = Choices()
+    found.configs = known.configs
     kinds = {m: kind_of(m, cls) for m, cls in classes.items() if level_of(cls) in MEASURED}
     made: dict[Any, Choice] = {}
     kept: dict[str, Choice] = {}
-    settled: list[str] = []  # names of modules that run fused, what they read included
-    entries = [] if known is None else known.configs
-    former = tuned_on(here)
     try:
-        routes = prefer(here, former, entries)
-        calls = {} if measure is None else calls_of(model, kinds, measure)
+        routes = prefer(here, former, found.configs)
         with _undisturbed(model):
+            calls = {} if measure is None else calls_of(model, kinds, measure)
             for name, module in model.named_modules():
-                inside = any(f"{name}.".startswith(f"{n}.") or not n for n in settled)
-                if module not in kinds or inside:
+                fused = (n for n, choice in kept.items() if choice.keeps != HOST)
+                if module not in kinds or any(not n or name.startswith(f"{n}.") for n in fused):
                     continue
                 kind, call = kinds[module], calls.get(module)
                 key = kind, "" if call is None else call.inputs
-                if key not in made:
-                    found = None if known is None else known.of(*key)
-                    if found is None and call is not None:
-                        ways = [Way.of(HOST, replica(module, {}), call)]
-                        ways.append(Way.of(FUSED, replica(module, classes, settings), call))
-                        if low and call.grad and hasattr(classes[module], "fused_memory"):
-                            rebuilding = {**settings, "fused_memory": "low"}
-                            ways.append(Way.of(LOW, replica(module, classes, rebuilding), call))
-                        if time.monotonic() < end:
-                            each = [routes_of(way, call, here, routes) for way in ways[1:]]
-                            ways += [way for others in each for way in others]
-                        in_turns(ways, call, end)
-                        won = fastest(ways, call)
-                        found = Choice.of(kind, call.inputs, won.name, ways)
-                        entries = entries + won.entries(found.ms.get(FUSED))
-                        routes = prefer(here, former, entries)
-                    elif found is None and measure is not None:
-                        found = Choice(*kind, key[1], HOST, note="it was not called")
-                    made[key] = found or Choice(*kind, key[1], FUSED, note="not among the choices")
-                kept[name] = made[key]
-                if made[key].keeps != HOST:
-                    settled.append(name)
-        found = [(Choices(machine, list(made.values()), entries), kept)]
+                choice = made.get(key) or known.of(*key)
+                if choice is None and call is not None:
+                    each: dict[str, Any] = {HOST: ({}, {}), FUSED: (classes, settings)}
+                    if low and call.grad and hasattr(classes[module], "fused_memory"):
+                        each[LOW] = classes, {**settings, "fused_memory": "low"}
+                    ways = [Way.of(way, replica(module, *how), call) for way, how in each.items()]
+                    if time.monotonic() < end:
+                        routed = [routes_of(way, call, here, routes) for way in ways[1:]]
+                        ways += [way for others in routed for way in others]
+                    in_turns(ways, call, end)
+                    won = fastest(ways, call)
+                    choice = Choice.of(kind, call.inputs, won.name, ways)
+                    found.configs = found.configs + won.entries(choice.ms.get(FUSED))
+                    routes = prefer(here, former, found.configs)
+                elif choice is None and measure is not None:
+                    choice = Choice(*kind, "", HOST, note="it was not called")
+                elif choice is None:
+                    choice = Choice(*kind, "", FUSED, note="not among the choices")
+                kept[name] = made[key] = choice
+        found.rows = list(made.values())
+        shared = [(found, kept)]
         if dist.is_available() and dist.is_initialized():
-            dist.broadcast_object_list(found)
-            prefer(here, former, found[0][0].configs)
+            dist.broadcast_object_list(shared)
+            prefer(here, former, shared[0][0].configs)
     except BaseException:
         install(here, former)
         raise
-    return found[0]
+    return shared[0]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..measure.gate import OK, Outcome, failure, judging, speedup, verdict
+from ..measure.gate import OK, Outcome, failure, judging, verdict
 from ..measure.timer import Timer, spread, timer_of
 from ..measure.turns import Contender, time_together
 from ..runtime.backend import backend, reason_for_torch
@@ -61,7 +61,6 @@ class Row:
     loss_gap: float | None = None
     status: str = OK
     note: str = ""
-    graph_ms = None  # nothing is replayed
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ def _prepared(
         made.run = _Runner(model, way, batch, autocast).step
         torch.manual_seed(0)
         made.losses = torch.stack([made.run() for _ in range(steps)]).double().cpu()
-        made.peak_mib = timer.peak_mib(made.run)
+        made.peak_mib, _ = timer.memory_mib(made.run)
     except Exception as error:
         if way == EAGER:
             raise
@@ -276,18 +275,21 @@ def compare(
         ]  # fmt: skip
         time_together(every, timer, 1e3 * seconds, flush=False, most=MAX_SAMPLES)
     images = tensor.shape[0] if tensor is not None and tensor.ndim else None
+    eager = every[0]
     rows: list[Row] = []
     for c in every:
-        ours = c.name.startswith(SWAPPED) and c.outcome.status == OK
+        ran = c.outcome.status == OK
+        ours = ran and c.name.startswith(SWAPPED)
         status, note = judged if ours else c.outcome
         note = "; ".join(filter(None, (note, by_pytorch(device) if ours else "")))
         row = Row(c.name, peak_mib=c.peak_mib, status=status, note=note)
-        if c.outcome.status == OK:
+        if ran:
             ms, p20, p80 = spread(c.times)
-            row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80)
-            row = replace(row, images_per_s=None if images is None else 1e3 * images / ms)
-            if rows:
-                gap = (c.losses - every[0].losses).abs().max().item()
-                row = replace(row, speedup=speedup(row, rows[0]), loss_gap=gap)
+            rate = None if images is None else 1e3 * images / ms
+            row = replace(row, ms=ms, ms_p20=p20, ms_p80=p80, images_per_s=rate)
+        if ran and c is not eager:
+            row = replace(row, loss_gap=(c.losses - eager.losses).abs().max().item())
+            if status == eager.outcome.status == OK:
+                row = replace(row, speedup=spread(eager.times).median / ms)
         rows.append(row)
     return Comparison(name or type(model).__name__, machine_on(device), mode, rows)

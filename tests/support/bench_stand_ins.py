@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # bench is no part
 from bench import measure, models, providers
 from bench.measure import Bench
 from bench.plan import Task
+from bench.roofs import Roofs
 from bench.rows import Row
-from fastvit_kernels.measure.roofs import Roofs
 from fastvit_kernels.measure.timer import Step
 
 CPU = torch.device("cpu")
@@ -39,13 +39,9 @@ class FakeTimer:
         step.run(state)
         return lambda: step.run(state)
 
-    def peak_mib(self, run):
+    def memory_mib(self, run):
         run()
-        return 3.0
-
-    def kept_mib(self, forward):
-        forward()
-        return 2.0
+        return 3.0, 2.0
 
     def clear(self):
         pass

@@ -360,7 +360,7 @@ def test_what_is_wrong_here_never_stays(clock, monkeypatch, outputs):
         def backward(ctx, dy):
             return dy * 1.01
 
-    def planted(module, classes, settings=choices.NO_SETTINGS):
+    def planted(module, classes, settings):
         found = made(module, classes, settings)
         if settings and hasattr(found, "norm1"):
             found.__dict__["forward"] = lambda x: Wrong.apply(type(found).forward(found, x))

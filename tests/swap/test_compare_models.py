@@ -38,8 +38,8 @@ class Clock:
         swapped = any(isinstance(m, Fused) for m in runner.model.modules())
         return [(1.0 if swapped else 2.0) + 4.0 * (runner.forward is not runner.model)] * count
 
-    def peak_mib(self, run):
-        return 7.0
+    def memory_mib(self, run):
+        return 7.0, 0.0
 
     def clear(self):
         pass

@@ -50,8 +50,9 @@ FAULTS = [
         (f"{BENCH}the_gate_closes_on_a_broken_provider",),
     ),
     Fault(
-        "judge-gate-speedup", "measure/gate.py", "speedup",
-        "a speed-up of what is wrong", "one.status != OK or ", "",
+        "judge-gate-speedup", "bench/rows.py", "with_speedup",
+        "a speed-up of what is wrong",
+        "(row.status, baseline.status) != (OK, OK)", "baseline.status != OK",
         (f"{BENCH}the_gate_closes_on_a_broken_provider",),
     ),
     Fault(
@@ -66,7 +67,7 @@ FAULTS = [
         (f"{BENCH}what_took_pytorchs_path_is_not_ours",),
     ),
     Fault(
-        "judge-speedup-inverted", "measure/gate.py", "speedup",
+        "judge-speedup-inverted", "bench/rows.py", "with_speedup",
         "the speed-up's inverse", "times[1] / times[0]", "times[0] / times[1]",
         (f"{BENCH}a_speedup_is_the_baselines_time_over_the_providers",),
     ),
@@ -84,19 +85,19 @@ FAULTS = [
     ),
     # bench: whole models
     Fault(
-        "judge-vit-outputs", "measure/gate.py", "model_errors",
+        "judge-vit-outputs", "bench/gate.py", "model_errors",
         "the gate of whole models looks at logits only",
-        "return errors + [", "return errors[:1] and errors[:1] or [",
+        "return [logits, overall", "return [logits] or [logits, overall",
         (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
-        "judge-vit-vector", "measure/gate.py", "model_errors",
-        "a small gradient is lost in the vector of all", "for e in each\n", "for e in each[:0]\n",
-
+        "judge-vit-vector", "bench/gate.py", "model_errors",
+        "a small gradient is lost in the vector of all",
+        "e.limit_rms) for e in each]", "e.limit_rms) for e in each[:0]]",
         (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
     Fault(
-        "judge-vit-limit", "measure/gate.py", "",
+        "judge-vit-limit", "bench/gate.py", "",
         "a gradient may be wrong by a hundred limits", "EACH = 4.0", "EACH = 400.0",
         (f"{MODEL}the_gate_of_whole_models_looks_at_every_gradient",),
     ),
@@ -156,7 +157,7 @@ FAULTS = [
              "if flush:\n                self._cold.zero_()\n            start.record()\n",
              "start.record()\n            if flush:\n                self._cold.zero_()\n",
              "measure.py::test_a_sample_is_between_two_events_and_begins_with_a_cold_cache"),
-            ("peak-stale", "measure/timer", "CudaTimer.peak_mib", "the peak of all calls before",
+            ("peak-stale", "measure/timer", "CudaTimer.memory_mib", "the peak of all calls before",
              "        torch.cuda.reset_peak_memory_stats()\n", "",
              "measure.py::test_memory_is_that_above_what_is_there"),
             ("lost-at-once", "measure/timer", "CudaTimer.clear", "an old error loses the device",
@@ -171,12 +172,12 @@ FAULTS = [
             ("lost-unseen", "measure/gate", "failure", "a lost device is a provider's failure",
              "    timer.clear()\n", "",
              "bench_harness.py::test_a_device_that_is_lost_ends_the_process"),
-            ("percentiles", "measure", "finish", "p20 and p80 turned",
+            ("percentiles", "rows", "timed", "p20 and p80 turned",
              "ms_p20=p20, ms_p80=p80", "ms_p20=p80, ms_p80=p20",
              "bench_harness.py::test_a_row_has_median_and_spread_of_its_samples"),
             ("p90", "measure/timer", "spread", "p90 for p80", "(0.5, 0.2, 0.8)", "(0.5, 0.2, 0.9)",
              "bench_harness.py::test_a_row_has_median_and_spread_of_its_samples"),
-            ("rates-host", "measure", "with_rates", "rates with the host's share",
+            ("rates-host", "rows", "rated", "rates with the host's share",
              "ms = row.device_ms", "ms = row.ms",
              "bench_harness.py::test_rates_are_of_the_devices_time_under_the_roof_of_the_products_dtype"),
             ("no-graph", "measure", "step_of", "a timed forward saves nothing",
@@ -216,7 +217,7 @@ FAULTS = [
             ("oracle-weights", "models", "Oracle._float64", "the oracle has other weights",
              ".to(device, _parameter_dtype(case)).double()", ".to(device).double()",
              "bench_model.py::test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured[bf16-low1]"),
-            ("overall-sizes", "measure/gate", "overall", "a bias weighs as much as a matrix",
+            ("overall-sizes", "gate", "overall", "a bias weighs as much as a matrix",
              "v * v * n", "v * v",
              "bench_model.py::test_the_vector_of_all_gradients_is_judged_as_one_tensor"),
             ("profile-parents", "models", "launches_of", "a launch without its operators",
@@ -296,7 +297,7 @@ FAULTS = [
             ("graph-dropped", "models", "Oracle.errors", "a graph is judged by eager calls",
              "if runner.way.graph:", "if not runner:",
              "bench_model.py::test_a_graph_is_judged_by_what_its_replay_writes"),
-            ("nearer-roof", "measure/roofs", "Roofs.share", "the share of the roof further away",
+            ("nearer-roof", "roofs", "Roofs.share", "the share of the roof further away",
              "copy_ms >= matmul_ms", "copy_ms < matmul_ms",
              "bench.py::test_shares_of_the_nearer_roof"),
         )
@@ -578,7 +579,7 @@ FAULTS += [  # what the judges are asked, and with which numbers
         only=("machine/test_loop_model.py::test_copies_are_fenced_before_a_product_reads_them",),
     ),
     Fault(
-        "judge-roof-tiles", "measure/roofs.py", "", "a roof of tiles that are not full",
+        "judge-roof-tiles", "bench/roofs.py", "", "a roof of tiles that are not full",
         '"bf16": 8192', '"bf16": 8193', only=("test_bench.py::test_roofs_by_stand_in",),
     ),
     Fault(
@@ -716,10 +717,9 @@ FAULTS += [  # what the judges are asked, and with which numbers
         ("test_measure.py::test_a_gain_must_be_larger_than_the_noise_of_both",),
     ),
     Fault(
-        "judge-vit-lacks", "measure/gate.py", "model_errors",
+        "judge-vit-lacks", "bench/gate.py", "model_errors",
         "a gradient that a model lacks is no part",
-        "oracle.grads.items() if grad is not None",
-        "oracle.grads.items() if grad is not None and actual.grads[name] is not None",
+        "in oracle.items()", "in oracle.items() if name in actual",
         ("test_bench_model.py::test_a_gradient_that_a_model_lacks_counts_as_zeros",),
     ),
     Fault(

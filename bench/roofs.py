@@ -5,15 +5,17 @@ Also what a CUDA graph takes that does next to nothing: no time as a graph can b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..runtime.dtypes import DTYPES
-from .gate import Outcome, failure
-from .timer import Step, Timer
+from bench.providers import BASELINE
+from bench.rows import OK, ROOF, Row, rated, timed
+from fastvit_kernels.measure.gate import failure
+from fastvit_kernels.measure.timer import Step, Timer
+from fastvit_kernels.runtime.dtypes import DTYPES
 
 COPY_BYTES = 2**30
 MATMUL_SIDE = {"bf16": 8192, "fp16": 8192, "fp32": 4096}
@@ -24,24 +26,18 @@ COPY, MATMUL, SETTLED, REPLAY = "copy", "matmul", "matmul, sustained", "graph re
 
 
 @dataclass(frozen=True)
-class Roof:
-    """One roof: what was run, and its times in ms."""
-
-    kind: str
-    dtype: str
-    size: str
-    bytes: float | None = None
-    flops: float | None = None
-    times: list[float] = field(default_factory=list)
-    outcome: Outcome = field(default_factory=Outcome)
-
-
-@dataclass(frozen=True)
 class Roofs:
     """What this GPU reached: GB/s of a large copy, TFLOP/s of a large matmul."""
 
     copy_gbps: float
     matmul_tflops: dict[str, float]  # by dtype
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Roofs:
+        """Those that these rows have measured; zero if there is none."""
+        found = [r for r in rows if r.op == ROOF and r.status == OK]
+        copy = next((r.gbps for r in found if r.mode == COPY and r.gbps), 0.0)
+        return cls(copy, {r.dtype: r.tflops for r in found if r.mode == MATMUL and r.tflops})
 
     def share(self, ms: float, flops: float, bytes_: float, dtype: str) -> tuple[str, float | None]:
         """The nearer roof, and the time at it over `ms`."""
@@ -52,40 +48,44 @@ class Roofs:
         return (COPY, copy_ms / ms) if copy_ms >= matmul_ms else (MATMUL, matmul_ms / ms)
 
 
-def planned() -> list[Roof]:
+def planned() -> list[Row]:
     """The copy; for each dtype a burst of the matmul, for some where it settles; a replay."""
-    found = [Roof(COPY, "uint8", f"{COPY_BYTES // 2**20} MiB", bytes=2.0 * COPY_BYTES)]
+    size = f"{COPY_BYTES // 2**20} MiB"
+    found = [Row(ROOF, BASELINE, size, "uint8", COPY, bytes=2.0 * COPY_BYTES)]
     for dtype, side in MATMUL_SIDE.items():
-        roof = Roof(MATMUL, dtype, f"{side} x {side} x {side}", flops=2.0 * side**3)
-        found += [roof, replace(roof, kind=SETTLED)] if dtype in SUSTAINED else [roof]
-    return [*found, Roof(REPLAY, "fp32", "1 element")]
+        size = f"{side} x {side} x {side}"
+        row = Row(ROOF, BASELINE, size, dtype, MATMUL, flops=2.0 * side**3)
+        found += [row, replace(row, mode=SETTLED)] if dtype in SUSTAINED else [row]
+    return [*found, Row(ROOF, BASELINE, "1 element", "fp32", REPLAY)]
 
 
-def measure_roof(roof: Roof, device: torch.device, timer: Timer) -> Roof:
-    """The roof with its times, or with what went wrong. Raises: DeviceLost."""
+def measure_roof(row: Row, device: torch.device, timer: Timer) -> Row:
+    """The row with its times and rates, or with what went wrong. Raises: DeviceLost."""
     try:
-        return replace(roof, times=_times(roof, _work(roof, device, timer), timer))
+        found = timed(row, _times(row.mode, _work(row, device, timer), timer))
+        return rated(found, row.flops, row.bytes)
     except Exception as error:
-        return replace(roof, outcome=failure(error, timer))
+        status, note = failure(error, timer)
+        return replace(row, status=status, note=note)
     finally:
         timer.clear()
 
 
-def _work(roof: Roof, device: torch.device, timer: Timer) -> Callable[[], Any]:
-    if roof.kind == COPY:
+def _work(row: Row, device: torch.device, timer: Timer) -> Callable[[], Any]:
+    if row.mode == COPY:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
-    if roof.kind == REPLAY:
+    if row.mode == REPLAY:
         x = torch.zeros(1, device=device)
         return timer.capture(Step(lambda: None, lambda _: x.add_(1.0)))
-    side = MATMUL_SIDE[roof.dtype]
-    a = torch.randn(side, side, device=device).to(DTYPES[roof.dtype])
+    side = MATMUL_SIDE[row.dtype]
+    a = torch.randn(side, side, device=device).to(DTYPES[row.dtype])
     return lambda: a @ a
 
 
-def _times(roof: Roof, work: Callable[[], Any], timer: Timer) -> list[float]:
-    if roof.kind == SETTLED:  # the second half of a long run
+def _times(mode: str, work: Callable[[], Any], timer: Timer) -> list[float]:
+    if mode == SETTLED:  # the second half of a long run
         times = _run_for(SUSTAINED_MS, work, timer)
         return times[len(times) // 2 :]
     _run_for(WARM_MS, work, timer)  # from idle, clocks take a while to rise
