@@ -119,6 +119,6 @@ def sweep(
     lengths: Sequence[int], B: int, dtype: str, device: torch.device, seconds: float
 ) -> Sweep:
     """Rows for each length, `seconds` for all."""
-    share = seconds / len(lengths)
-    rows = [row for T in lengths for row in rows_of(T, B, dtype, device, share)]
+    each = seconds / len(lengths)
+    rows = [row for T in lengths for row in rows_of(T, B, dtype, device, each)]
     return Sweep("attention", machine_on(device), f"B {B}, H {H}, D {D}, {dtype}", rows)

@@ -49,17 +49,13 @@ def _config(config: Any) -> str:
 
 def describe(found: tuning.Decision) -> str:
     """One decision in a line or more."""
-    name = f"{found.choice.table} {found.choice.key}"
-    lines = []
-    if found.winner == found.default:
-        lines.append(f"{name}: the default stays, {found.default_us:.1f} us a step")
-    else:
+    won = f"the default stays, {found.default_us:.1f} us a step"
+    if found.winner != found.default:
         gain = 100.0 * (1.0 - found.winner_us / found.default_us)
-        lines.append(
-            f"{name}: {found.default_us:.1f} -> {found.winner_us:.1f} us a step ({gain:.1f} % "
-            f"less): {_config(found.winner)}"
-        )
-    lines[0] += f"; {found.tried} others tried, {len(found.refused)} refused"
+        won = f"{found.default_us:.1f} -> {found.winner_us:.1f} us a step ({gain:.1f} % less): "
+        won += _config(found.winner)
+    tried = f"{found.tried} others tried, {len(found.refused)} refused"
+    lines = [f"{found.choice.table} {found.choice.key}: {won}; {tried}"]
     lines += [f"  refused {_config(config)}: {why}" for config, why in found.refused]
     if found.unchecked:
         lines.append(f"  nothing could be checked, so that nothing was tried: {found.unchecked}")
@@ -96,11 +92,9 @@ def run_tuning(
         if not found.tried:
             continue
         decided += 1
-        choice = found.choice
-        entries[choice.table, choice.key] = Entry(
-            choice.table, choice.key, tuned_table.fields(found.winner),
-            found.default_us, found.winner_us, tuned_table.now(), found.complete,
-        )  # fmt: skip
+        name, us = (found.choice.table, found.choice.key), (found.default_us, found.winner_us)
+        config = tuned_table.fields(found.winner)
+        entries[name] = Entry(*name, config, *us, tuned_table.now(), found.complete)
         tuned_table.save(here, entries.values())  # what is measured outlives an interrupt
     if decided:
         print(f"{decided} decisions, {len(entries)} in {tuned_table.table_path(here)}")

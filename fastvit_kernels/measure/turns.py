@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -66,18 +65,15 @@ def take_turns(
         at_work: is told who comes next, to be named if the process does not survive.
     Raises: DeviceLost.
     """
-
-    def turn(c: Contender) -> None:
+    for c in [c for _ in range(rounds) for c in contenders]:
         if not c.is_alive:
-            return
+            continue
         at_work(c.name)
         with attempt(c, timer):
             with c.context():
                 c.times += timer.sample(c.run, c.count, flush)
             if c.replay is not None:
                 c.graph_times += timer.sample(c.replay, c.count, flush)
-
-    alternate(rounds, *(functools.partial(turn, c) for c in contenders))
 
 
 def time_together(

@@ -36,7 +36,6 @@ WAYS = {  # torch.compile's mode of each; None: not compiled
     EAGER: None, "compile": "default", "max-autotune": "max-autotune",
     SWAPPED: None, "swapped+compile": "default", "swapped+max-autotune": "max-autotune",
 }  # fmt: skip
-MAX_SAMPLES = 50
 
 
 @dataclass(frozen=True)
@@ -256,8 +255,7 @@ def compare(
     Returns: a Comparison. A way that fails is a row that says why.
     Raises: ValueError for another way or numbers below 1; what the model raises on the batch.
     """
-    unknown = [way for way in ways if way not in WAYS]
-    if unknown:
+    if unknown := [way for way in ways if way not in WAYS]:
         raise ValueError(f"compare: ways are of {', '.join(WAYS)}; got {', '.join(unknown)}")
     if steps < 1 or not seconds > 0:
         raise ValueError(f"compare: steps and seconds must be above 0, got {steps} and {seconds}")
@@ -273,7 +271,7 @@ def compare(
             _prepared(model, way, batch, autocast, steps, timer)
             for way in WAYS if way == EAGER or way in ways
         ]  # fmt: skip
-        time_together(every, timer, 1e3 * seconds, flush=False, most=MAX_SAMPLES)
+        time_together(every, timer, 1e3 * seconds, flush=False, most=50)
     images = tensor.shape[0] if tensor is not None and tensor.ndim else None
     eager = every[0]
     rows: list[Row] = []
