@@ -55,7 +55,8 @@ def run_pytest(root: Path, arguments: Sequence[str]) -> None:
         del os.environ[name]
     os.environ |= {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
-    here = [path for path in sys.path if Path(path).resolve().is_relative_to(ROOT)]
+    inside = [path for path in sys.path if Path(path).resolve().is_relative_to(ROOT)]
+    here = [path for path in inside if Path(path).name != "site-packages"]  # of a .venv in it
     sys.path[:] = [str(root), *(path for path in sys.path if path not in here)]
     # as if nobody had forked this process: the tests start some of their own
     sys.modules["__main__"] = ModuleType("__main__")
