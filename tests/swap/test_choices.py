@@ -118,6 +118,16 @@ def test_nothing_of_the_model_is_changed_by_measuring(clock):
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
+def test_a_call_is_kept_as_it_was_given():
+    class Shifted(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.add_(1))
+
+    model = nn.Sequential(Shifted(48))
+    calls = choices.calls_of(model, {model[0]: "norm"}, torch.zeros(2, 5, 48))
+    assert not calls[model[0]].args[0].any()
+
+
 def test_the_mode_of_the_call_is_that_of_the_times(clock):
     model, images = vit()
     for said, prepare in (

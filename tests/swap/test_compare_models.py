@@ -130,13 +130,24 @@ def test_the_losses_of_the_first_steps_are_compared(clock, monkeypatch):
     model, images = vit(depth=3, drop_path_rate=0.5)
     assert rows_of(fk.compare(model, images, steps=4))["swapped"].loss_gap < 1e-5
 
-    def swap(given):
-        with torch.no_grad():
-            given.norm.weight.mul_(1.5)
-        return fk.swap_in(given)
+    for factor in (1.5, 0.5):  # above and below
 
-    monkeypatch.setattr(compare, "swap_in", swap)
-    assert rows_of(fk.compare(model, images, steps=4))["swapped"].loss_gap > 1e-2
+        def swap(given, factor=factor):
+            with torch.no_grad():
+                given.norm.weight.mul_(factor)
+            return fk.swap_in(given)
+
+        monkeypatch.setattr(compare, "swap_in", swap)
+        assert rows_of(fk.compare(model, images, steps=4))["swapped"].loss_gap > 1e-2
+
+
+def test_a_swapped_model_is_held_against_its_host(clock, monkeypatch):
+    asked = []
+    monkeypatch.setattr(compare, "model_errors", lambda host, *_, **__: asked.append(host) or [])
+    model, images = vit()
+    fk.swap_in(model)
+    fk.compare(model, images, steps=1)
+    assert not any(isinstance(m, Fused) for m in asked[0].modules())
 
 
 def test_a_step_trains(clock):
