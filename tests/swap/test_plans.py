@@ -502,3 +502,21 @@ def test_a_planned_block_takes_few_calls_of_python(name):
         module(x)
     calls, frames = profiled(module, x)
     assert calls <= CALLS[name] and frames <= FRAMES
+
+
+@pytest.mark.parametrize("make", [timm_block, vit_layer])
+def test_a_dropout_that_begins_is_seen(make):
+    host = make().train()
+    block = copy.deepcopy(host)
+    swap_in(block)
+    x = torch.randn(2, 5, 16)
+    for _ in range(2):
+        block(x)
+    found = []
+    for module in (block, host):
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.5
+        torch.manual_seed(0)
+        found.append(module(x))
+    torch.testing.assert_close(*found)
