@@ -384,3 +384,13 @@ def test_bad_models_and_arguments():
 class _Sum(nn.Module):
     def forward(self, images):
         return images.sum()
+
+
+def test_sizes_of_one_width_are_several():
+    model = _timm("vit_base_patch16_224")().eval()
+    crops = [torch.randn(1, 3, 32, 48), torch.randn(1, 3, 48, 48)]
+    with fk.backend("torch"):
+        fk.swap_in(model)
+        wanted = [model(crop) for crop in crops]
+        for ours, alone in zip(fk.packed(model)(crops), wanted, strict=True):
+            torch.testing.assert_close(ours, alone)
