@@ -227,7 +227,7 @@ class _Between(nn.Module):
     def forward(self, images):
         x = self.model.patch_embed(images).flatten(1, 2)
         x = self.model.blocks[0](x)
-        if self.how == "new":
+        if self.how == "new" or (self.how == "training" and self.training):
             x = x * 1.5
         elif self.how == "in place":
             x.detach().mul_(1.5)
@@ -292,6 +292,17 @@ def test_the_reason_is_that_of_the_call():
         run.eval()
         assert _same(model, crops, run).alone is None
         model.to("meta")
+
+
+def test_the_reason_is_that_of_the_mode():
+    with fk.backend("torch"):
+        model = randomize(_Between("training")).double()
+        fk.swap_in(model)
+        crops, run = [x.double() for x in _crops(model).values()], fk.packed(model)
+        with pytest.warns(UserWarning, match="between its blocks"):
+            run(crops)
+        run.eval()
+        assert _same(model, crops, run).alone is None
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

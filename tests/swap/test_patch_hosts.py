@@ -72,6 +72,25 @@ def test_flattened_patches_are_a_linear():
     _compared(Flattened(), (5, 96), "linear")
 
 
+def test_another_size_is_asked_anew():
+    """What does not fit is cropped as the host does, after a size that fits, too."""
+    host = Tubelets().to(DEVICE)
+    swapped = copy.deepcopy(host)
+    swap_in(swapped)
+    for shape in ((2, 3, 4, 8, 12), (2, 3, 5, 11, 14)):
+        x = torch.randn(shape, device=DEVICE)
+        torch.testing.assert_close(swapped(x), host(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_hook_gets_the_grid_as_the_host_lays_it_out():
+    layers = pytest.importorskip("timm").layers
+    swapped, seen = layers.PatchEmbed(8, 4, 3, 24).to(DEVICE), []
+    swap_in(swapped)
+    swapped.proj.register_forward_hook(lambda m, args, y: seen.append(y.view(2, -1)))
+    swapped(torch.randn(2, 3, 8, 8, device=DEVICE))
+    assert [y.shape for y in seen] == [(2, 24 * 2 * 2)]
+
+
 def test_padded_and_dilated_ones_stay():
     for options, reason in ((dict(padding=1), "padding"), (dict(dilation=2), "dilated")):
         report = swap_in(Tubelets(**options).to(DEVICE))

@@ -22,6 +22,7 @@ from fastvit_kernels import backend, set_backend, swap_in
 from fastvit_kernels.runtime import recompute
 from fastvit_kernels.runtime.compat import QuietMode
 from fastvit_kernels.swap import plans, prove
+from fastvit_kernels.swap.hosts import branch
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small
 
@@ -307,6 +308,17 @@ def test_layer_scale_of_another_dtype_is_promoted_as_by_the_host(gamma, autocast
                 0.05 * wanted.abs().max().item() if autocast or gamma is torch.bfloat16 else 1e-4
             )
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=limit)
+
+
+def test_drop_path_behind_an_fp32_scale_keeps_its_factor_under_autocast():
+    _, module = swapped("timm, drop path")
+    path = module.get_submodule("drop_path1")
+    path.drop_prob = 0.3
+    with torch.autocast("cpu", torch.bfloat16):
+        _, factors = branch.fold([module.get_submodule("ls1"), path], torch.randn(64, 5, 16))
+    assert factors is not None
+    kept = factors[factors != 0].float()  # in bf16: 1.4297
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("chosen", [{"memory": "low"}, {"drop_path": "skip"}], ids=str)

@@ -188,6 +188,21 @@ def test_tokens_at_places_of_their_own():
     assert not torch.allclose(ours[0], swapped(x)[0])
 
 
+def test_frequencies_of_places_are_in_the_dtype_of_q(monkeypatch):
+    """V-JEPA 2 under autocast, as its host has them: at a place far off bf16 is another angle."""
+    model, _ = small("vjepa2")
+    layer, taken = model.predictor.layer[0], rotations(monkeypatch)
+    layer.attention.grid_size = 64
+    places = torch.tensor([[64 * 63 + 61] * 6] * 2)
+    with backend("torch"), torch.autocast("cpu", torch.bfloat16):
+        swap_in(layer)
+        layer.attention(torch.randn(2, 6, 64), places)
+    width = layer.attention.d_dim
+    omega = 1.0 / 10000 ** (torch.arange(width // 2, dtype=torch.bfloat16) / (width / 2.0))
+    columns = taken[-1][0, 0, width : 2 * width]
+    torch.testing.assert_close(columns.sort()[0], (63 * omega.repeat(2)).cos().sort()[0])
+
+
 def test_thirds_of_a_head_of_other_widths():
     """V-JEPA 2: they follow from the width of a head, in narrow copies too."""
     model, _ = small("vjepa2")

@@ -98,6 +98,7 @@ def test_attention_interface_with_masks_groups_and_causality():
     q, k, v = torch.randn(3, 2, 4, 6, 16).unbind(0)
     mask = torch.rand(2, 1, 6, 6) > 0.3
     for args, kwargs in (
+        ((nn.Module(), q, k, v, None), {}),  # which says nothing: causal
         ((module, q, k, v, None), {"scaling": 0.3}),
         ((module, q, k, v, mask), {}),
         ((module, q, k, v, None), {"is_causal": True}),

@@ -214,6 +214,18 @@ def test_unscaled_drop_path_keeps_its_masks():
     assert swap_in(model, drop_path="skip").skipping == []
 
 
+def test_a_drop_path_in_eval_skips_nothing(counted):
+    """Of a block in training, as where the first blocks are frozen."""
+    model, _ = _swapped("timm")
+    for path in (model.blocks[0].drop_path1, model.blocks[0].drop_path2):
+        path.eval()
+    with backend("torch"):
+        ours = _step(model, rand(4, 5, 16))
+        swap_out(model)
+        for a, b in zip(ours, _step(model, rand(4, 5, 16)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_arguments_of_each_sample_keep_the_masks(counted):
     """A mask (B, 1, 1, T) goes with samples that the branch would not have."""
     x = rand(3, 4, 8)

@@ -90,6 +90,15 @@ def test_windows_through_the_kernels(name):
     assert not failed, "\n".join(failed)
 
 
+def test_the_report_counts_what_a_window_sees():
+    model, _ = built("sam3")
+    report, weights = swap_in(model.layers), sum(
+        p.numel() for p in model.layers.parameters() if p.ndim == 2
+    )
+    T, C = 197, 32
+    assert report.flops == report.fused_flops == 2 * T * weights + 4 * T * C * (3**2 + T)
+
+
 @pytest.mark.parametrize("name", ["hiera", "sam3"])
 def test_one_graph_with_windows(name):
     model, inputs = built(name)
