@@ -39,7 +39,7 @@ def test_attention_tokens(T):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("D", [8, 32, 64, 72, 80, 96, 104, 128], ids=lambda d: f"D{d}")
+@pytest.mark.parametrize("D", [8, 32, 40, 64, 72, 80, 96, 104, 128], ids=lambda d: f"D{d}")
 def test_attention_head_dims(D, dtype):
     assert_accurate(attention, attention_ref, _qkv(1, 53, 2, D, dtype))
 
@@ -264,6 +264,14 @@ def test_qkv_attention_gradient_of_a_bias_wider_than_the_weight():
     assert not torch.equal(dbias, dbias.bfloat16().float())  # rounded once, to its own dtype
 
 
+def test_qkv_attention_gradient_of_an_fp32_weight_is_not_rounded_under_autocast():
+    x, weight = rand(2, 5, 16), rand(48, 16, seed=1)
+    with torch.autocast(DEVICE.type, bf16):
+        out = qkv_attention(x, weight, None, num_heads=1)
+    (dweight,) = torch.autograd.grad(out.float().square().sum(), weight)
+    assert not torch.equal(dweight, dweight.bfloat16().float())
+
+
 def test_qkv_attention_saves_x_qkv_out_lse():
     saved = []
     B, T, C, H, D = 1, 40, 32, 2, 16
@@ -442,3 +450,5 @@ def test_attention_copies_what_begins_off_16_bytes():
     assert torch.equal(attention(odd), attention(odd.clone()))
     even = odd.clone()
     assert readable(even) is even
+    far = torch.zeros(2, 148, dtype=torch.bfloat16)[:, :144].view(2, 3, 3, 2, 8)
+    assert is_aligned(far) and readable(far).is_contiguous()

@@ -49,6 +49,10 @@ def test_sdpa_causal(lengths):
     _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
 
 
+def test_sdpa_causal_of_fewer_queries_than_a_tile_of_keys():
+    _check(_heads(1, 2, 5, 150, 32, torch.bfloat16), is_causal=True)
+
+
 @pytest.mark.parametrize("T", [150, 300], ids=["two_parts", "split"])
 def test_sdpa_causal_long(T):
     _check(_heads(1, 2 if T < 256 else 1, T, T, 64, torch.float16), is_causal=True)

@@ -92,8 +92,9 @@ def test_windows_through_the_kernels(name):
 
 def test_the_report_counts_what_a_window_sees():
     model, _ = built("sam3")
-    report, weights = swap_in(model.layers), sum(
-        p.numel() for p in model.layers.parameters() if p.ndim == 2
+    report, weights = (
+        swap_in(model.layers),
+        sum(p.numel() for p in model.layers.parameters() if p.ndim == 2),
     )
     T, C = 197, 32
     assert report.flops == report.fused_flops == 2 * T * weights + 4 * T * C * (3**2 + T)
