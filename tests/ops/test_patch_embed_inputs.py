@@ -11,6 +11,7 @@ from torch import library
 
 from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
 from fastvit_kernels.ops.patch_embed.launch import (
+    _alignment,
     patch_embed_bwd_images,
     patch_embed_bwd_tokens,
     patch_embed_bwd_weight,
@@ -168,6 +169,13 @@ def test_layouts():
     inputs = _inputs(video, *rest)
     frames_first = inputs["images"].detach().transpose(1, 2).contiguous().transpose(1, 2)
     assert_accurate(*BOTH, inputs | dict(images=frames_first.requires_grad_()))
+
+
+def test_the_hint_of_alignment_divides_each_stride():
+    """What a GPU loads in vectors by it would lie off them: crops of a wider tensor, and taller."""
+    hints = [_alignment(torch.empty(2, 3, 40, w)[..., :32].stride(), 16) for w in (32, 40, 33)]
+    assert hints == [16, 8, 1]
+    assert _alignment(torch.empty(2, 3, 32, 64)[..., ::2].stride(), 16) == 1
 
 
 def test_kept_patches_of_a_shared_list_and_a_strided_gradient():

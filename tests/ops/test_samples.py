@@ -11,10 +11,12 @@ from torch import library
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
 from fastvit_kernels.ops.common import epilogue
-from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.common.gemm_configs import PINGPONG, forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
+from fastvit_kernels.runtime.configs import forced
 
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24
@@ -108,6 +110,12 @@ def test_linear_forward_backward(route, activation, dtype):
         )  # fmt: skip
 
 
+def test_linear_where_the_pingpong_kernel_is_chosen():
+    """It has no such epilogue: another config of that GPU runs, here in the interpreter."""
+    with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", PINGPONG):
+        assert_accurate(linear, linear_ref, _linear(N=24, dtype=bf16))
+
+
 def _mlp(gated=False, F=40):
     matrix = {"fc1_weight": (2 * F if gated else F, C), "fc2_weight": (C, F)}
     inputs = {n: (rand(*s, seed=i, grad=False) / 5).requires_grad_()
@@ -121,6 +129,14 @@ def _mlp(gated=False, F=40):
 def test_mlp_forward_backward(route):
     with fk.backend("triton"), forced_route(route):
         assert_accurate(mlp, mlp_ref, _mlp())
+
+
+def test_narrow_mlp_without_gradients():
+    """Which has a kernel of its own, for all samples."""
+    inputs = {n: x.detach() if n == "row_scale" else x.detach().bfloat16()
+              for n, x in _mlp().items()}  # fmt: skip
+    with fk.backend("triton"), torch.no_grad():
+        torch.testing.assert_close(mlp(**inputs), mlp_ref(**inputs), rtol=0.02, atol=0.02)
 
 
 def test_gated_mlp_forward_backward():
