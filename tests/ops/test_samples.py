@@ -113,7 +113,8 @@ def test_linear_forward_backward(route, activation, dtype):
 def test_linear_where_the_pingpong_kernel_is_chosen():
     """It has no such epilogue: another config of that GPU runs, here in the interpreter."""
     with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", PINGPONG):
-        assert_accurate(linear, linear_ref, _linear(N=24, dtype=bf16))
+        residual = rand(B, T, 24, seed=7, dtype=bf16)
+        assert_accurate(linear, linear_ref, {**_linear(24, bf16), "residual": residual})
 
 
 def _mlp(gated=False, F=40):

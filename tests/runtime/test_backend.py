@@ -12,7 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import backend as backend_module
-from fastvit_kernels.runtime.backend import Gpu, get_backend, reason_for_torch, use_triton
+from fastvit_kernels.runtime.backend import (
+    Gpu,
+    get_backend,
+    gpu,
+    on_absent_gpu,
+    reason_for_torch,
+    use_triton,
+)
 
 
 def test_backend_is_auto_at_first_and_restored_after_a_block():
@@ -51,6 +58,13 @@ def test_float64_takes_the_torch_path():
     x = torch.randn(2, 8, dtype=torch.float64, device=DEVICE)
     assert not use_triton("test_float64", x)
     torch.testing.assert_close(fk.layer_norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))
+
+
+def test_an_absent_gpu_is_gone_behind_its_block():
+    former = gpu(DEVICE)
+    with on_absent_gpu(Gpu("sm_90", 132, 232448)):
+        assert gpu(DEVICE).arch == "sm_90"
+    assert gpu(DEVICE) == former
 
 
 def test_importing_touches_no_device_and_needs_no_interpreter():

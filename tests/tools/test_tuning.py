@@ -333,6 +333,10 @@ def test_a_config_that_ended_the_process_is_left_out_next_time(monkeypatch):
         assert found.refused == [(EVEN, "it ended the process of a former run")]
         assert tuned_table.Journal(HERE).is_fatal("planted", EVEN)
         assert not tuned_table.Journal(HERE).is_fatal("planted", RIGHT)
+    again = tuned_table.Journal(HERE)  # of the next process, which ends by another config
+    again.trying("planted", RIGHT)
+    for config in (EVEN, RIGHT):
+        assert tuned_table.Journal(HERE).is_fatal("planted", config)
     assert tune_command.clear(HERE) == 0 and not journal.path.exists()
 
 

@@ -131,6 +131,14 @@ def test_two_runs_give_equal_bits(of_output, argument, name):
     assert check(case.reference, restless, repeats=1) < 1
 
 
+def test_what_chooses_nothing_runs_twice_too():
+    def plain(x, weight, bias):
+        return Restless.apply(x, True) * weight + bias
+
+    with pytest.raises(Fault, match="two runs give different bits in output 0"):
+        check(case_of(plain, plain).reference, plain)
+
+
 def test_a_wrong_gradient_is_a_fault():
     def wrong(x, weight, bias):
         return fk.layer_norm(x, weight, 0.99 * bias + 0.01 * bias.detach())
