@@ -6,10 +6,12 @@ import pytest
 import torch
 from stand_in_gpu import Gpu
 
+from fastvit_kernels.measure.gate import ERROR, FAILED, OK, judging
 from fastvit_kernels.measure.timer import (
     MIB,
     DeviceLost,
     Step,
+    Timer,
     cold_bytes,
     microseconds,
 )
@@ -89,6 +91,23 @@ def test_contenders_alternate():
     calls = []
     samples = [lambda name=name: calls.append(name) or len(calls) for name in "ab"]
     assert alternate(3, *samples) == [[1, 3, 5], [2, 4, 6]] and calls == list("ababab")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("no room"), OK),
+        (RuntimeError("no kernel image"), ERROR),
+        (AssertionError("none of our kernels ran"), FAILED),
+    ],
+)
+def test_a_judge_that_raises_says_ok_of_no_room_alone(error, status):
+    def judge():
+        raise error
+
+    found = judging(judge, Timer())
+    wanted = "numbers not compared" if status == OK else str(error)
+    assert found.status == status and wanted in found.note
 
 
 def test_a_gain_must_be_larger_than_the_noise_of_both():
