@@ -121,12 +121,16 @@ def test_shares_of_the_roofs():
 
 
 def test_memory_is_met_from_below():
-    def row(provider, mib):
-        return Row("vit", provider, targets.VIT_B, "amp", "train", ms=1.0, peak_mib=mib)
+    def row(provider, mib, shape=targets.VIT_B):
+        return Row("vit", provider, shape, "amp", "train", ms=1.0, peak_mib=mib)
 
     claim = BY_NAME["peak memory"]
     assert verdict(claim, [row("eager", 100.0), row("swapped", 79.0)]).word == "met"
     assert verdict(claim, [row("eager", 100.0), row("swapped", 81.0)]).word == "MISSED"
+    several = replace(claim, shapes=(targets.VIT_B, "B8"))  # the case furthest from it decides
+    rows = [row("eager", 100.0), row("swapped", 79.0)]
+    rows += [row("eager", 100.0, "ViT-S-B8"), row("swapped", 95.0, "ViT-S-B8")]
+    assert verdict(several, rows).ratio == pytest.approx(0.95)
     # another way of ours does not stand in for it, nor one without a figure
     assert verdict(claim, [row("eager", 100.0), row("swapped+graph", 1.0)]).ratio is None
     assert verdict(claim, [row("eager", None), row("swapped", 79.0)]).word == "no peer measured"
