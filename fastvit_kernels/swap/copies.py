@@ -61,12 +61,13 @@ class Copier:
 
     def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
         if id(original) not in self.tensors:
-            shape = [self.sizes.get(n, n) for n in original.shape]
+            counts = original.dtype in (torch.int32, torch.int64)  # what it points at has no width
+            shape = [n if counts else self.sizes.get(n, n) for n in original.shape]
             if original.is_floating_point() or of_parameters:
                 fan_in = shape[-1] if len(shape) > 1 else 4
                 made = self.random(shape).div_(math.sqrt(max(fan_in, 1)))
                 made = made.add_(0.5) if len(shape) == 1 else made
-            elif original.is_meta or tuple(original.shape) != tuple(shape):
+            elif original.is_meta or list(original.shape) != shape:
                 made = torch.zeros(shape, dtype=original.dtype, device="cpu")
             else:
                 made = original.detach().to("cpu", copy=True)
@@ -156,9 +157,10 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
     wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
     widths.update(3 * w for w in wide)  # its packed projection is no Linear
     heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
+    counts = {n for m in modules for n in numbers_of_heads(m)}
+    widths -= counts  # what a Linear gives for each head
     if not heads:  # by the number of heads, under whatever name
-        parts = [w // n for n in {n for m in modules for n in numbers_of_heads(m)} for w in widths
-                 if w % n == 0]  # fmt: skip
+        parts = [w // n for n in counts for w in widths if w % n == 0]
         heads.update([min(parts)] if parts else [])
     return widths, heads
 

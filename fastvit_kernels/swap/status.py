@@ -320,7 +320,7 @@ def _made(
         ways.setdefault(left.name, (NOT_CALLED, "") if not_called else ("host", left.reason))
     seen = modules.keys() if calls is None else calls.keys()
     for name in ways.keys() - seen:
-        if levels[name] and _is_compiled(modules, name):
+        if levels.get(name) and _is_compiled(modules, name):
             ways[name] = "compiled", ""
     for name, module in modules.items():
         if name not in ways and (levels[name] or module._parameters):

@@ -162,6 +162,7 @@ def drop_more(case, block):
 
 # Blocks that keep their host's forward where a dropout draws by window, or always
 UNFUSED = ("biased swin_torchvision", "biased swin_transformers", "biased sam_timm")
+UNFUSED += ("biased swinv2_torchvision",)
 MODES = {
     "evaluation": lambda drops, m: m.eval(),
     "training": lambda drops, m: m.train(),

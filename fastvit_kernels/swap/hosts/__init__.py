@@ -2,10 +2,10 @@
 
 What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` name its parts, and
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
-DropPath in fused.py). A host file (timm.py, torch_nn.py, torchvision.py, transformers.py) has a
-table, host class path -> mixin: such a class, or a `row` of it with the roles, and perhaps methods
-that differ. A search finds roles of other hosts (searched.py). special/ has what is more than its
-roles.
+DropPath in fused.py). A host file (monai.py, timm.py, torch_nn.py, torchvision.py, transformers.py)
+has a table, host class path -> mixin: such a class, or a `row` of it with the roles, and perhaps
+methods that differ. A search finds roles of other hosts (searched.py). special/ has what is more
+than its roles.
 
 The swapped class is `(mixin, host class)`, built when the first module of that class is met and
 kept as an attribute of this module, where pickle finds it; it keeps the host class's `__name__`,
@@ -29,6 +29,7 @@ from .fused import arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
 HOST_FILES = {
+    "monai": f"{__name__}.monai",
     "timm": f"{__name__}.timm",
     "torch": f"{__name__}.torch_nn",
     "torchvision": f"{__name__}.torchvision",

@@ -419,7 +419,7 @@ class Attention(Body):
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        C = fused.width_of(self)
+        C = fused.width_of(self.fused_projections()[0])
         if tokens := tokens_of(self):  # perhaps many
             masked = bool(self.fused_roles.mask)  # of two windows, or by any number
             several = 4 if isinstance(self.fused_roles.tokens, str) else 1 + masked

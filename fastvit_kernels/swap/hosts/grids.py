@@ -3,6 +3,7 @@ of positions: a bias of its scores, q and k that a child turns."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,63 +12,69 @@ from torch import Tensor
 
 
 class Windows(NamedTuple):
-    """Windows of a grid (height, width), after a cyclic shift."""
+    """Windows of a grid (height, width), or (depth, height, width), after a cyclic shift."""
 
-    grid: tuple[int, int]
-    size: tuple[int, int]
-    shift: tuple[int, int]
+    grid: tuple[int, ...]
+    size: tuple[int, ...]
+    shift: tuple[int, ...]
     pads_first: bool = True  # the host pads the grid, and shifts then
 
-    def padded(self) -> tuple[int, int]:
-        (height, width), (rows, columns) = self.grid, self.size
-        return height + -height % rows, width + -width % columns
+    @property
+    def tokens(self) -> int:
+        """N, of each"""
+        return math.prod(self.size)
+
+    def padded(self) -> tuple[int, ...]:
+        return tuple(n + -n % size for n, size in zip(self.grid, self.size, strict=True))
 
     def rolled(self, x: Tensor, sign: int) -> Tensor:
         if not any(self.shift):
             return x
-        return torch.roll(x, (sign * self.shift[0], sign * self.shift[1]), (1, 2))
+        return torch.roll(x, [sign * n for n in self.shift], [*range(1, len(self.grid) + 1)])
 
     def cut(self, x: Tensor) -> Tensor:
-        """(B, height, width, C) or (B, height width, C) -> (B windows, N, C), zeros where it is
-        padded."""
-        x = x if x.ndim == 4 else x.unflatten(1, self.grid)
-        height, width = self.padded()
-        pad = (0, 0, 0, width - self.grid[1], 0, height - self.grid[0])
+        """(B, *grid, C) or (B, T, C) -> (B windows, N, C), zeros where it is padded."""
+        axes = len(self.grid)
+        x = x if x.ndim > 3 else x.unflatten(1, self.grid)
+        pad = [n - m for n, m in zip(self.padded(), self.grid, strict=True)]
         if not self.pads_first:
             x = self.rolled(x, -1)
         if any(pad):
-            x = F.pad(x, pad)
+            x = F.pad(x, (0, 0, *(n for m in reversed(pad) for n in (0, m))))
         if self.pads_first:
             x = self.rolled(x, -1)
-        x = x.unflatten(2, (-1, self.size[1])).unflatten(1, (-1, self.size[0]))
-        return x.transpose(2, 3).reshape(-1, self.size[0] * self.size[1], x.shape[-1])
+        for axis in range(axes, 0, -1):
+            x = x.unflatten(axis, (-1, self.size[axis - 1]))
+        places = range(2 * axes + 1)
+        x = x.permute(0, *places[1::2], *places[2::2], 2 * axes + 1)
+        return x.reshape(-1, self.tokens, x.shape[-1])
 
     def joined(self, x: Tensor, tokens: bool = False) -> Tensor:
-        """The inverse, without what was padded, of windows (B windows, N, C) or (B windows, rows,
-        columns, C); tokens: as (B, height width, C)."""
-        height, width = self.padded()
-        rows, columns = height // self.size[0], width // self.size[1]
-        x = x if x.ndim == 4 else x.unflatten(1, self.size)
-        x = x.unflatten(0, (-1, rows, columns)).transpose(2, 3)
-        x = x.reshape(-1, height, width, x.shape[-1])
+        """The inverse, without what was padded, of windows (B windows, N, C) or (B windows, *size,
+        C); tokens: as (B, T, C)."""
+        padded, axes = self.padded(), len(self.grid)
+        x = x if x.ndim > 3 else x.unflatten(1, self.size)
+        x = x.unflatten(0, (-1, *(n // m for n, m in zip(padded, self.size, strict=True))))
+        x = x.permute(0, *(p for n in range(1, axes + 1) for p in (n, n + axes)), 2 * axes + 1)
+        x = x.reshape(-1, *padded, x.shape[-1])
         if self.pads_first:
             x = self.rolled(x, 1)
-        if (height, width) != self.grid:
-            x = x[:, : self.grid[0], : self.grid[1]]
+        if padded != self.grid:
+            x = x[(slice(None), *map(slice, self.grid))]
         x = x if self.pads_first else self.rolled(x, 1)
-        return x.flatten(1, 2) if tokens else x
+        return x.flatten(1, axes) if tokens else x
 
     def mask(self, like: Tensor) -> Tensor | None:
         """(windows, N, N): -100 between tokens that the shift alone made neighbours."""
         if not any(self.shift):
             return None
-        regions = []
+        region = torch.zeros((), dtype=torch.int64, device=like.device)
         for length, size, shift in zip(self.padded(), self.size, self.shift, strict=True):
             place = torch.arange(length, device=like.device)
-            first = (place >= length - size).long()
-            regions.append(first + (place >= length - shift) if shift else first)
-        region = (regions[0][:, None] * 3 + regions[1])[None, :, :, None]
-        region = self._replace(grid=self.padded(), shift=(0, 0)).cut(region)[..., 0]
+            own = (place >= length - size).long()
+            region = region[..., None] * 3 + (own + (place >= length - shift) if shift else own)
+        region = region[None, ..., None]
+        region = self._replace(grid=self.padded(), shift=(0,) * len(self.grid)).cut(region)[..., 0]
         return (region[:, :, None] != region[:, None]).to(like.dtype) * -100.0
 
 

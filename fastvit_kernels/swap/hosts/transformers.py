@@ -121,6 +121,7 @@ TABLE: dict[str, Any] = {
         ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, roles=KEEPS)),
     ),
     **family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
+    **family("swinv2", "Swinv2", *windows.SWINV2),
     **family("hiera", "Hiera", *windows.HIERA),
     **family("sam2", "Sam2", *windows.SAM2),
     **family("sam3", "Sam3ViT", *windows.SAM3),

@@ -4,15 +4,18 @@
 
 The two are one mask of the fused attention, by window, and it has the gradient of the bias. A block
 joins the windows before the output projection: that ends in the residual, in the image's order, and
-computes nothing that was padded. Swin V2's cosine attention is left alone.
+computes nothing that was padded. Swin V2's scores are cosines, times a scale of each head: q and k
+are made such rows of length one before they enter the same attention.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....runtime.compat import rel_pos_bias
@@ -22,11 +25,12 @@ from .. import fused
 from ..attend import Turn
 from ..attention import Attention, AttentionRoles
 from ..block import Block, Step, pre_norm
-from ..fused import ROUNDED, DropPath, PathRoles, example, is_noop, names, row, width_of
-from ..grids import Windows
+from ..fused import ROUNDED, DropPath, PathRoles, Unfused, example, is_noop, names, row, width_of
+from ..grids import Windows, bias_of
 from ..layers import DROP_PATH, MLP, layer
 from ..layers import Attention as HfAttention
 from ..masks import SHIFTED
+from ..mlp import MlpRoles
 
 
 def _area(copy: Any) -> dict[str, int]:
@@ -58,19 +62,64 @@ WINDOW_ATTENTION = row(
 )  # fmt: skip
 
 
+class Cosine(Attention):
+    """Swin V2's. The biases of q, k and v are parameters beside the projection; that of positions
+    is computed of their distances."""
+
+    fused_roles = ROLES._replace(
+        scale=1.0, raw=True, biases=(("q_bias", "k_bias", "v_bias"),), tokens="fused_area"
+    )
+    fused_children = names("cpb_mlp logit_scale softmax")
+    fused_area = property(lambda self: self.window_size[0] * self.window_size[1])
+    fused_blocked = _softmax_watched
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        apart = getattr(module, "qkv_bias_separate", False)
+        return "it adds the bias of its projection apart" if apart else None
+
+    def fused_norms(self) -> None:
+        """No kernel has them."""
+
+    def fused_positions(self: Any) -> tuple[Any, Any]:
+        """Who has the tables and the scale, and what makes a bias of the distances."""
+        return self, self.cpb_mlp
+
+    def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
+        scale = self.fused_positions()[0].logit_scale.clamp(max=math.log(100.0)).exp()
+        return F.normalize(q, dim=-1) * scale, F.normalize(k, dim=-1)
+
+    def fused_bias(self: Any) -> Tensor | None:
+        has, mlp = self.fused_positions()
+        table = mlp(has.relative_coords_table).view(-1, len(has.logit_scale))
+        return 16 * bias_of(table, has.relative_position_index).sigmoid()
+
+    def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
+        yield "q and k normalised", 2 * 5 * self.fused_width()  # norm: 1, quotient: 2, scale: 2
+
+
+def _four_windows(copy: Any) -> dict[str, Any]:
+    """A grid of no more of them, and the masks of these."""
+    mask = copy._buffers.get("attn_mask")
+    if mask is None:
+        return _area(copy)
+    copy._buffers["attn_mask"] = mask[:4]
+    return {**_area(copy), "input_resolution": tuple(2 * n for n in copy.window_size)}
+
+
 class SwinBlock(Block):
     """timm's: x is (B, height, width, C)."""
 
     fused_axes = (4,)
     fused_first_rebuilds, fused_alike = False, True
-    fused_derived = staticmethod(_area)
+    fused_derived = staticmethod(_four_windows)
 
     def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
         rows, columns = self.window_size
         grid = (rows + 1, 2 * columns)
-        if self.attn_mask is not None:  # of that many windows
+        if self.attn_mask is not None:
             grid = self.input_resolution
-        return [(example(generator, 1, *grid, width_of(self)), {})]
+        return [(example(generator, 1, *grid, width_of(self.norm1)), {})]
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attn":
@@ -104,7 +153,7 @@ class ShiftedWindowAttention(Attention):
         return None
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        (rows, columns), C = self.window_size, width_of(self)
+        (rows, columns), C = self.window_size, width_of(self.qkv)
         return [(2, rows + 1, 2 * columns, C), (2, 2 * rows, columns, C)]
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
@@ -125,10 +174,26 @@ class ShiftedWindowAttention(Attention):
 
         def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
             windows = found(modules).fused_cut(x)
-            mask = windows.mask(found(modules).relative_position_bias_table)
+            mask = windows.mask(found(modules).qkv.weight)
             return planned(modules, x, epilogue, {"windows": windows, "mask": mask})
 
         return run
+
+
+class ShiftedCosine(ShiftedWindowAttention):
+    """torchvision's Swin V2: whatever the bias of k is, it counts as zero."""
+
+    fused_roles = ShiftedWindowAttention.fused_roles._replace(scale=1.0)
+    fused_children = Cosine.fused_children | {"relative_position_index", "relative_coords_table"}
+    fused_norms, fused_normed = Cosine.fused_norms, Cosine.fused_normed
+    fused_positions, fused_pytorch = Cosine.fused_positions, Cosine.fused_pytorch
+
+    def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
+        weight, bias = self.qkv.weight, self.qkv.bias
+        if bias is not None:
+            q, k, v = bias.chunk(3)
+            bias = torch.cat((q, torch.zeros_like(k), v))
+        return [(weight, bias)]
 
 
 HF_ATTENTION = row(  # transformers', from 5.x on
@@ -154,7 +219,7 @@ class HfSwinLayer(Block):
         return x, extras
 
     def fused_examples(self: Any, generator: torch.Generator) -> Iterator[tuple[tuple, dict]]:
-        size, width = self.window_size, width_of(self)
+        size, width = self.window_size, width_of(self.layernorm_before)
         for grid in ((2 * size, size + 1), (size + 1, 2 * size)):
             x = example(generator, 1, grid[0] * grid[1], width)
             yield (x,), {"input_dimensions": grid}
@@ -181,13 +246,68 @@ TORCHVISION: dict[str, Any] = {
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
         "norm1", "attn", "stochastic_depth", "norm2", "mlp", "stochastic_depth", axes=(4,)
     ),
+    "torchvision.models.swin_transformer.ShiftedWindowAttentionV2": ShiftedCosine,
+    "torchvision.models.swin_transformer.SwinTransformerBlockV2": pre_norm(
+        "", "attn", "norm1 stochastic_depth", "", "mlp", "norm2 stochastic_depth", axes=(4,)
+    ),
     "torchvision.ops.stochastic_depth.StochasticDepth": STOCHASTIC_DEPTH,
+}
+_V2 = ("", "attn", "norm1 drop_path1", "", "mlp", "norm2 drop_path2")
+TIMM |= {
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": pre_norm(*_V2, mixin=SwinBlock),
+    "timm.models.swin_transformer_v2.WindowAttention": Cosine,
 }
 _LAYER = layer(
     "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
     mixin=HfSwinLayer, result=(2, 0), extra_kwargs=("input_dimensions", "always_partition"),
 )  # fmt: skip
 SWIN = (("Layer", _LAYER), ("Attention", HF_ATTENTION), ("MLP", MLP))
+
+
+class HfCosine(Cosine):
+    """transformers'. It adds the mask of the shift twice."""
+
+    fused_roles = AttentionRoles(
+        ("self.query", "self.key", "self.value"), out="output.dense", scale=1.0,
+        head_dim="self.attention_head_size", dropout="self.dropout", after="output.dropout",
+        mask="attention_mask", masks=SHIFTED, tokens="fused_area", result=(1, 0),
+    )  # fmt: skip
+    fused_area = property(lambda self: self.self.window_size[0] * self.self.window_size[1])
+
+    def fused_blocked(self: Any) -> str | None:
+        watched = fused.hooked(self, "self", "self.dropout", "output")
+        return watched or Attention.fused_blocked(self)
+
+    def fused_positions(self: Any) -> tuple[Any, Any]:
+        return self.self, self.self.continuous_position_bias_mlp
+
+    def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
+        mask = extras.get("attention_mask")
+        return super().fused_mask(x, extras if mask is None else {"attention_mask": 2 * mask})
+
+
+HOLDER = row(Unfused, level="epilogue")  # of what its owner computes with
+
+
+class HfCosineLayer(HfSwinLayer):
+    fused_blocked = Block.fused_blocked
+
+    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
+        return super().fused_context(step, x, {**extras, "always_partition": True})
+
+
+SWINV2 = (
+    ("Layer", layer(
+        "", "attention", "layernorm_before drop_path", "", MlpRoles(
+            "intermediate.dense", "output.dense", act="intermediate.intermediate_act_fn",
+            after="output.dropout",
+        ), "layernorm_after drop_path", mixin=HfCosineLayer, result=(1, 0),
+        through=("intermediate", "output"), extra_kwargs=("input_dimensions",),
+    )),
+    ("Attention", HfCosine),
+    *((end, HOLDER) for end in ("SelfAttention", "SelfOutput", "Intermediate", "Output")),
+    ("DropPath", DROP_PATH),
+)  # fmt: skip
 
 
 def _other_sam(module: Any) -> str | None:
