@@ -15,7 +15,7 @@ from fastvit_kernels.measure.timer import (
     cold_bytes,
     microseconds,
 )
-from fastvit_kernels.measure.turns import alternate, beats
+from fastvit_kernels.measure.turns import Contender, alternate, beats, time_together
 
 
 @pytest.fixture
@@ -108,6 +108,19 @@ def test_a_judge_that_raises_says_ok_of_no_room_alone(error, status):
     found = judging(judge, Timer())
     wanted = "numbers not compared" if status == OK else str(error)
     assert found.status == status and wanted in found.note
+
+
+def test_times_of_the_warm_up_do_not_count():
+    class Warming(Timer):
+        turns = 0
+
+        def sample(self, run, count, flush):
+            self.turns += 1
+            return [9.0 if self.turns <= 2 else 1.0] * count
+
+    contender = Contender("one", lambda: None)
+    time_together([contender], Warming(), 10.0, flush=False)
+    assert contender.times and {*contender.times} == {1.0}
 
 
 def test_a_gain_must_be_larger_than_the_noise_of_both():

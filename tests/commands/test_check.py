@@ -120,6 +120,15 @@ def _dies(device, dtype, name):
     os._exit(1)
 
 
+@pytest.mark.parametrize(("given", "jobs"), [([], 8), (["--jobs", "0"], 0), (["--jobs", "3"], 3)])
+def test_how_many_processes_on_a_gpu(given, jobs, monkeypatch):
+    monkeypatch.setattr(check.options, "chosen_device", lambda arguments: torch.device("cuda"))
+    monkeypatch.setattr(check.options, "require_kernels", lambda *given: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    arguments = cli.build_parser(["check"]).parse_args(["check", "--device", "cuda", *given])
+    assert check.selected(arguments)[2] == jobs
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has processes by default")
 def test_check_in_processes_gives_what_this_process_gives(monkeypatch, capsys):
     words = ["check", "--only", "layer_norm_and", "--dtype", "fp32", "--json"]

@@ -42,6 +42,23 @@ def test_a_value_that_the_user_has_set_is_left_alone(tmp_path):
     assert "the kernels cannot run here: the tensor is on the CPU" in done.stderr
 
 
+def test_what_cannot_be_written_at_the_end_is_an_error(monkeypatch, capsys):
+    """A few lines wait in a buffer until the command is done."""
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    module = SimpleNamespace(run=lambda arguments: 0)
+    monkeypatch.setattr(cli, "_module", lambda name: module)
+    monkeypatch.setattr(cli, "build_parser", lambda words: SimpleNamespace(
+        parse_args=lambda words: SimpleNamespace(command="check")
+    ))  # fmt: skip
+    monkeypatch.setattr(sys.stdout, "flush", full)
+    assert cli.main(["check"]) == 2
+    monkeypatch.undo()
+    assert "fastvit-kernels check: " in capsys.readouterr().err
+
+
 def test_which_commands_run_kernels(monkeypatch):
     """They start again in the interpreter where there is no GPU, or where --device leaves it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

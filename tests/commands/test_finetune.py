@@ -198,9 +198,22 @@ def test_weights_are_found_from_any_folder(tmp_path, monkeypatch):
     content = {**dict.fromkeys(checkpoint.PARTS, ""), "settings": asdict(settings)}
     checkpoint.save(tmp_path / CHECKPOINT, content)
     assert open_run(given, tmp_path, True, cpu)[1] == settings  # the same words with --resume
+    for name, value in (("augment", False), ("seed", 1), ("label_smoothing", 0.0)):
+        with pytest.raises(CommandError, match="differs from"):
+            open_run({**given, name: value}, tmp_path, True, cpu)
+    for number in (9, 10):  # without --out, of the last run
+        (tmp_path / "runs" / f"mnist-{number}").mkdir(parents=True)
+        checkpoint.save(tmp_path / "runs" / f"mnist-{number}" / CHECKPOINT, content)
+    assert open_run(given, None, True, cpu)[0].name == "mnist-10"
     monkeypatch.chdir("..")
     with pytest.raises(CommandError, match=r"--weights \S*/vit\.pth differs from the \S*/vit\.pth"):
         open_run(given_options(words), tmp_path, True, cpu)
+
+
+def test_the_model_is_that_of_the_weights_but_where_one_is_named():
+    given, cpu = {"weights": "timm:vit_tiny_patch16_224", "img_size": 32}, torch.device("cpu")
+    assert make_settings(given, cpu).model == "timm:vit_tiny_patch16_224"
+    assert make_settings({**given, "model": "timm:vit_small_x"}, cpu).model == "timm:vit_small_x"
 
 
 def test_weights_of_the_cache(tmp_path, monkeypatch, capsys):

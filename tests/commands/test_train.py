@@ -16,7 +16,7 @@ from test_data import Image, write_images, write_mnist
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import checkpoint, data, figures, report
+from fastvit_kernels.commands.training import checkpoint, data, figures, processes, report
 from fastvit_kernels.commands.training import checkpoint as names
 from fastvit_kernels.commands.training import run as training
 from fastvit_kernels.commands.training.data import AUGMENTATIONS, Augmentation
@@ -552,6 +552,21 @@ def test_plain_pytorch_beside_a_run_is_trained_alike(tmp_path, model):
         assert name not in frozen or torch.equal(plain[name], frozen[name])
     for key in ("train_loss", "train_accuracy", "held_out_loss", "held_out_accuracy"):
         assert row[f"reference_{key}"] == pytest.approx(row[key], rel=1e-3), key
+
+
+@pytest.mark.parametrize("error", [CommandError("no"), OSError("the disk is full")])
+def test_no_process_waits_for_one_that_failed(error, monkeypatch):
+    def action():
+        raise error
+
+    said = []
+    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda box: said.append([*box]))
+    with pytest.raises(type(error)):
+        Processes(0, 2, True).agree(action)
+    monkeypatch.setattr(processes.dist, "broadcast_object_list", lambda box: box.__init__(said[0]))
+    with pytest.raises(SystemExit) as ended:
+        Processes(1, 2, True).agree(action)
+    assert said == [[False, None]] and ended.value.code == 2
 
 
 def test_each_process_and_epoch_drops_other_paths(tmp_path, monkeypatch):

@@ -237,6 +237,11 @@ def test_bad_constructor(call, error, message):
     assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value))
 
 
+def test_a_register_is_no_class_token():
+    with pytest.raises(ValueError, match="'token' needs class_token=True"):
+        fk.VisionTransformer(class_token=False, reg_tokens=4)
+
+
 def test_constructors_show_their_arguments_and_name_what_is_missing():
     for kind, names in ((fk.Block, ["dim", "num_heads"]), (fk.VisionTransformer, ["img_size"])):
         parameters = inspect.signature(kind).parameters

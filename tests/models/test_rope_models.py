@@ -1,11 +1,13 @@
 """Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
 models with their weights, and what a model does with them otherwise."""
 
+import copy
 import functools
 import inspect
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from fastvit_kernels import (
 )
 from fastvit_kernels.models.presets import _PRESETS, preset_names
 from fastvit_kernels.models.rope_tables import RotaryEmbedding
-from fastvit_kernels.verify.plain_vit import agreement
+from fastvit_kernels.verify.plain_vit import agreement, worst_error
 
 bf16 = torch.bfloat16
 SMALL: dict[str, Any] = dict(
@@ -195,7 +197,8 @@ def test_tables_are_fp32_and_no_checkpoint_holds_them():
     assert model.rope.cos.dtype is torch.float32 and torch.equal(model.rope.cos, kept)
     with torch.device("meta"):
         rope = RotaryEmbedding(16, (4, 3), "dinov3", 100.0, rotate_half=True)
-    assert rope.cos.is_meta and torch.equal(rope.to_empty(device=DEVICE).cos, kept)
+    assert rope.cos.is_meta and all(t.is_meta for t in rope((5, 2)))  # those of another grid, too
+    assert torch.equal(rope.to_empty(device=DEVICE).cos, kept)
 
 
 @pytest.mark.parametrize("what", ["dinov3", "qk_norm", "qk_norm-rms"])
@@ -245,6 +248,11 @@ def test_compiled_model_equals_eager(what):
         with torch.no_grad():
             images = random_images(1, 3, 16, 16)
             torch.testing.assert_close(compiled(images), model(images))
+
+
+def test_the_worst_tensor_is_the_one_nearest_its_limit():
+    errors: list[Any] = [SimpleNamespace(share=s, max=m) for s, m in ((0.2, 9.0), (0.9, 1e-3))]
+    assert worst_error(errors) is errors[1]
 
 
 def test_agreement_with_plain_pytorch():
@@ -430,6 +438,12 @@ def test_the_keys_bias_of_a_checkpoint():
     state = _in_the_authors_names(model.state_dict())
     with pytest.raises(ValueError, match="must be 0 for the keys in a model with key_bias=False"):
         load_weights(_model("dinov3"), state)
+    one = copy.deepcopy(state)
+    for name in [n for n in one if n.endswith("qkv.bias")]:
+        q, k, v = one[name].chunk(3)
+        one[name] = torch.cat((q, torch.eye(1, len(k))[0], v))  # of all keys' biases
+    with pytest.raises(ValueError, match=r"must be 0 for the keys .*got up to 1"):
+        load_weights(_model("dinov3"), one)
     masked = {**state, "blocks.0.attn.qkv.bias_mask": torch.zeros(144)}
     again = _model("dinov3")
     assert not load_weights(again, masked).missing

@@ -1,6 +1,7 @@
 import argparse
 import math
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,23 @@ def test_files(tmp_path, suffix):
         torch.save({"model": source.state_dict(), "epoch": 3}, path)
     _assert_complete(load_weights(model, str(path)))
     _assert_equal_models(model, source)
+
+
+def test_a_folder_that_may_not_be_entered_is_said_to_be_one(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files.Path, "stat", refused)
+    with pytest.raises(PermissionError):
+        load_weights(_vit(), tmp_path / "vit.pth")
+
+
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "vit.safetensors"
+    path.write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="safetensors"):
+        load_weights(_vit(), path)
 
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model", "module.", "model of state_dict"])

@@ -75,12 +75,19 @@ def test_attention_without_room_for_one_pass():
         assert_accurate(attention, attention_ref, _qkv(1, 197, 2, 64, bf16))
 
 
-def test_attention_scale():
+@pytest.mark.parametrize("scale", [0.3, 0.0])
+def test_attention_scale(scale):
     assert_accurate(
-        lambda qkv: attention(qkv, scale=0.3),
-        lambda qkv: attention_ref(qkv, scale=0.3),
+        lambda qkv: attention(qkv, scale=scale),
+        lambda qkv: attention_ref(qkv, scale=scale),
         _qkv(1, 37, 2, 32, fp32),
     )
+
+
+def test_attention_of_scale_zero_is_the_mean():
+    qkv = rand(1, 9, 3, 2, 16, grad=False)
+    wanted = qkv[:, :, 2].mean(1, keepdim=True).expand(-1, 9, -1, -1)
+    torch.testing.assert_close(attention(qkv, scale=0.0), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_layouts():

@@ -102,6 +102,16 @@ def test_handover_gradients(op, scales, low, seen):
         assert seen == [(f"{op}_bwd", low, (False, "layer_scale" in scales))]
 
 
+def test_no_handover_past_an_activation():
+    """The sum of d is no gradient of a bias whose sum is activated."""
+    inputs = _inputs("linear", fp32)
+    first, second = (functools.partial(f, activation="gelu") for f in (linear, linear_ref))
+    assert_accurate(
+        functools.partial(_run, first, layer_norm_and_input, lambda x: x),
+        functools.partial(_run, second, lambda *a: (layer_norm_ref(*a), a[0]), lambda x: x), inputs,
+    )  # fmt: skip
+
+
 def _rms_norm_and_input(x, weight, bias):
     return rms_norm_and_input(x, weight)
 

@@ -166,6 +166,9 @@ def test_mlp_frozen_inputs(route, recompute):
         alone = {k: x.detach().requires_grad_(k == name) for k, x in inputs.items()}
         gradients = _gradients(alone, recompute=recompute)
         assert list(gradients) == [name] and torch.equal(gradients[name], together[name]), name
+    few = {k: x.detach().requires_grad_(k in ("x", "layer_scale")) for k, x in inputs.items()}
+    for name, gradient in _gradients(few, recompute=recompute).items():
+        assert torch.equal(gradient, together[name]), name
 
 
 def test_mlp_is_deterministic(route):

@@ -186,6 +186,8 @@ def test_norm_layouts(norm):
     for x in (wide[:, ::2, :C], transposed, wide[:, 0, C:], rand(1, C, grad=False).expand(6, C)):
         inputs = _inputs(norm, (), C, fp32) | {"x": x.requires_grad_()}
         assert_accurate(norm.op, norm.ref, inputs)
+    apart = {n: rand(C, 2, grad=False, seed=i)[:, 0] for i, n in enumerate(inputs) if n != "x"}
+    assert_accurate(norm.op, norm.ref, inputs | {n: p.requires_grad_() for n, p in apart.items()})
 
 
 @both_norms

@@ -43,7 +43,7 @@ def _gradients(inputs, low, scaled=True, spoil=None):
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
         y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
         x = linear(
-            y, p["proj"], p["bias"], residual=first, row_scale=rows,
+            y, p["proj"], p.get("bias"), residual=first, row_scale=rows,
             layer_scale=p["gamma"] if scaled else None,
         )  # fmt: skip
         if low:
@@ -67,9 +67,10 @@ def _gradients(inputs, low, scaled=True, spoil=None):
     return torch.autograd.grad(out, wanted, upstream), is_kept
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
-def test_rebuilt_sum_keeps_every_bit(scaled, made):
-    inputs = _inputs()
+def test_rebuilt_sum_keeps_every_bit(scaled, bias, made):
+    inputs = {n: x for n, x in _inputs().items() if bias or n != "bias"}
     wanted, default_keeps = _gradients(inputs, False, scaled)
     got, low_keeps = _gradients(inputs, True, scaled)
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -241,11 +241,12 @@ def test_rope_of_tables_that_learn_of_the_prefix_alone():
     _check(_learnt(_inputs(2, 3, 2, 8, prefix=3, R=8)), prefix_tokens=3)
 
 
-def test_rope_of_one_table_that_learns():
-    inputs = _inputs(2, 5, 2, 8, norm="rms_norm")
+@pytest.mark.parametrize("norm", [None, "rms_norm"], ids=str)
+def test_rope_of_one_table_that_learns(norm):
+    inputs = _inputs(2, 5, 2, 8, norm=norm)
     inputs["sin"].requires_grad_()
     inputs = {n: x if n == "sin" else x.detach() for n, x in inputs.items()}
-    _check(inputs, norm="rms_norm")
+    _check(inputs, norm=norm)
 
 
 @pytest.mark.parametrize("wide", ["cos", "sin"])

@@ -70,6 +70,11 @@ def test_rope_attention_drops_and_scales_what_its_parts_do():
             leaves = [inputs[name] for name in ("x", "weight", "bias")]
             found.append([out, *torch.autograd.grad(out, leaves, torch.cos(out).detach())])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    with backend("torch"):
+        drawn = [
+            rope_attention(**inputs, num_heads=2, prefix_tokens=1, dropout_p=p) for p in (0.3, 0.0)
+        ]
+    assert not torch.allclose(*drawn)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])

@@ -82,6 +82,17 @@ def test_norm_forward_backward(norm, dtype):
     assert torch.equal(y, whole[inputs["samples"][:3]])  # each row as if all were there
 
 
+@pytest.mark.parametrize(("batch", "rate"), [(3, 0.0), (1, 0.9)])
+def test_all_samples_may_be_kept(batch, rate):
+    samples, x = _samples(batch, rate), rand(batch, T, C)
+    with fk.backend("triton"):
+        y, _ = layer_norm_and_input(x, torch.ones(C), samples=samples)
+        z = linear(y, torch.eye(C), residual=x, row_scale=samples)
+    wanted = F.layer_norm(x, (C,), eps=1e-6)
+    torch.testing.assert_close(y, wanted[samples[:batch]], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(z, x + wanted, rtol=1e-4, atol=1e-5)
+
+
 def params(inputs):
     return [n for n in inputs if n in ("weight", "bias")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,16 @@ def vit(depth=1, **settings):
 
 def rows_of(found):
     return {row.way: row for row in found.rows}
+
+
+def test_a_model_in_eval_mode_saves_nothing_for_a_backward(clock, monkeypatch):
+    asked, step = [], compare._Runner.loss
+    monkeypatch.setattr(
+        compare._Runner, "loss", lambda self: asked.append(torch.is_grad_enabled()) or step(self)
+    )
+    model, images = vit()
+    fk.compare(model.eval(), images, ways=("swapped",), steps=1)
+    assert asked and not any(asked)
 
 
 def test_ways_stand_beside_eager(clock):
@@ -276,7 +287,9 @@ def test_a_model_of_the_users_own(clock, capsys, tmp_path, monkeypatch):
     assert main(words) == 0
     assert "models_of_mine:plain, training step" in capsys.readouterr().out
     assert clock.seen[0].batch.shape == (2, 3, 32, 32)  # img_size is of the images alone
+    path = list(sys.path)
     assert isinstance(build_model("models_of_mine:small", img_size=48), fk.VisionTransformer)
+    assert sys.path == path
     for name, message in (
         ("models_of_mine:none", "models_of_mine:none gave a int, wanted a model"),
         ("models_of_mine:other", "models_of_mine has no callable 'other'"),

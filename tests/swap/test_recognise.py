@@ -183,6 +183,19 @@ def test_the_report_counts_the_flops_of_a_block(name):
     assert not report.depending_flops
 
 
+def test_the_report_counts_a_packed_projection_whole():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, norm_first=True)
+    weights = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+    assert swap_in(nn.ModuleList([layer])).flops == 2 * 197 * weights + 4 * 197 * 197 * 32
+
+
+def test_a_search_leaves_the_random_state_alone():
+    block = randomize(dino.Block(ffn=dino.NormedSwiGLU, drop=0.137)).train()
+    state = torch.get_rng_state()
+    assert swap_in(nn.ModuleList([block])).level == "block"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_norm_in_fp32_whatever_comes():
     module = randomize(others.ClipBlock(norm=others.Fp32LayerNorm))
     host = copy.deepcopy(module)

@@ -214,12 +214,27 @@ def test_thirds_of_a_head_of_other_widths():
         torch.testing.assert_close(swapped(x)[0], layer(x)[0])
 
 
+def test_a_gate_that_is_called_gets_what_the_norm_gives():
+    """fp32 under autocast, as in the host, though the Linear beside it has no hook."""
+    model, inputs = small("dinov3_gated")
+    swapped, seen = copy.deepcopy(model), []
+    with backend("torch"), torch.autocast("cpu", torch.bfloat16):
+        swap_in(swapped)
+        for m in (swapped, model):
+            m.blocks[0].mlp.fc1_g.register_forward_pre_hook(
+                lambda m, args: seen.append(args[0].dtype)
+            )
+            m(inputs)
+    assert seen == [torch.float32] * 2
+
+
 @pytest.mark.parametrize("name", ["LayerNormFp32", "RmsNormFp32"])
 def test_a_norm_in_fp32_keeps_its_dtype_under_autocast(name):
     host = getattr(timm.layers, name)(64)
     norm, x = copy.deepcopy(host), torch.randn(2, 5, 64).bfloat16()
     with backend("torch"), torch.autocast("cpu", torch.bfloat16):
         assert len(swap_in(norm).swapped) == 1
+        assert norm.fused_added(x, x.float()).dtype is torch.float32  # of timm's ResPostBlock
         assert norm(x).dtype is host(x).dtype is torch.bfloat16
         assert norm.fused_dtype(x) is x.dtype  # a GPU's autocast widens what has none
 

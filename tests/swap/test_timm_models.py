@@ -207,6 +207,9 @@ def test_dropped_patches_are_not_embedded(name, monkeypatch):
         swap_in(model.eval())
         model(_images())
         assert len(kept) == 1  # evaluation drops nothing
+        model.train().patch_drop.eval()
+        model(_images())
+        assert len(kept) == 1
 
 
 def test_dropped_patches_through_the_kernels():

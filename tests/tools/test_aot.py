@@ -59,6 +59,7 @@ steps = {
     "narrow mlp": narrow_mlp, "misaligned narrow mlp": lambda: narrow_mlp(offset=1),
 }
 kernels = {name: compile_step(f, TARGETS["sm_90"]) for name, f in steps.items()}
+kernels["elsewhere"] = compile_step(step, TARGETS["sm_80"])  # in the same process
 found = {name: [k.as_dict() for k in listed] for name, listed in kernels.items()}
 
 def several():
@@ -84,6 +85,9 @@ def test_aot_compiles_what_a_step_launches(steps):
     for kernel in steps["plain"]:
         assert 16 <= kernel["registers"] <= 255 and kernel["arch"] == "sm_90"
         assert 0 < kernel["shared"] <= kernel["shared_limit"]
+    assert [k["kernel"] for k in steps["elsewhere"]] == [k["kernel"] for k in steps["plain"]]
+    assert {k["arch"] for k in steps["elsewhere"]} == {"sm_80"}
+    assert not {k["key"] for k in steps["elsewhere"]} & {k["key"] for k in steps["plain"]}
     names = ("plain", "again", "misaligned", "narrow")
     keys = {name: [k["key"] for k in steps[name]] for name in names}
     assert keys["again"] == keys["plain"]

@@ -340,6 +340,19 @@ def test_a_config_that_ended_the_process_is_left_out_next_time(monkeypatch):
     assert tune_command.clear(HERE) == 0 and not journal.path.exists()
 
 
+def test_a_config_that_left_the_gpu_unusable_is_left_out_next_time(monkeypatch):
+    def checked(reference, function):
+        if launch_configs._forced.get("planted") is EVEN:
+            raise runner.Fault("an illegal memory access")
+
+    monkeypatch.setattr(tuning, "check", checked)
+    monkeypatch.setattr(tuning, "device_lost", lambda device: "the GPU was lost")
+    with planted(monkeypatch, EVEN, RIGHT), pytest.raises(tuning.Unusable):
+        list(tuning.tune(_step, CPU, timer=_timer))
+    assert tuned_table.Journal(HERE).is_fatal("planted", EVEN)
+    assert tune_command.clear(HERE) == 0
+
+
 def test_an_interrupt_blames_no_config(monkeypatch):
     def timer(call):
         if launch_configs._forced.get("planted") is EVEN:
@@ -655,6 +668,11 @@ def test_modules_are_measured_into_the_same_file(capsys, tmp_path, monkeypatch):
         assert bool(timed) == first and "block Block: host 1 ms, fused 0.5; kept fused" in said
         assert f"3 kinds of modules and 1 launch configs in {path}" in said
         timed.clear()
+    stale = json.loads(path.read_text())  # of an earlier day: what was measured since stands
+    stale["configs"][0] |= {"date": "2020", "config": tuned_table.fields(table.default(HERE, 64))}
+    path.write_text(json.dumps(stale))
+    with fk.backend("torch"):
+        tune_command.write_choices(arguments, CPU)
     assert tune_command.clear(HERE) == 0
     launch_configs.install(HERE, None)
     assert table.choose(HERE, 64) == table.default(HERE, 64)
@@ -808,8 +826,13 @@ def test_a_call_is_noted_as_it_was_asked():
         with torch.autocast("cpu", torch.bfloat16):
             fk.mlp(x, *weights)
         fk.attention(qkv, dropout_p=0.5)  # no specification draws its bits
-    assert [call.function.__name__ for call in calls] == ["layer_norm", "linear", "mlp"]
-    norm, _, mlp = calls
+        fk.patch_embed(
+            torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.randn(8, 3, 4, 4),
+            mean=[0.5, 0.5, 0.5], std=[0.2, 0.2, 0.2],
+        )  # fmt: skip
+    names = ["layer_norm", "linear", "mlp", "patch_embed"]
+    assert [call.function.__name__ for call in calls] == names
+    norm, _, mlp, _ = calls
     assert norm.autocast is None and mlp.autocast is torch.bfloat16
     assert [dict(norm.arguments)["x"].requires_grad, dict(mlp.arguments)["x"].requires_grad] == [
         False, True

@@ -19,6 +19,7 @@ from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.verify import cases
 from fastvit_kernels.verify import op as registry
 from fastvit_kernels.verify.cases import OPS, check_cases
+from fastvit_kernels.verify.entries import norms
 from fastvit_kernels.verify.op import (
     LARGE,
     SMALL,
@@ -222,6 +223,13 @@ def test_samples_are_as_keep_samples_gives_them():
     kept, places = drawn[:3], drawn[3:]
     assert drawn.shape == (11,) and sorted(places.tolist()) == [*range(8)]
     assert places[kept].tolist() == [0, 1, 2] and kept.tolist() != [0, 1, 2]
+
+
+def test_the_oracle_of_a_norm_rounds_nothing():
+    x, weight = torch.randn(2, 3, 8, dtype=torch.float64).unbind()
+    for norm in (norms._layer_norm, norms._rms_norm):
+        y = norm(x, weight[0], out_dtype=torch.bfloat16)
+        assert y.dtype is torch.float64 and not torch.equal(y, y.bfloat16().double())
 
 
 def test_whole_numbers_span_their_range():

@@ -34,6 +34,7 @@ COMPARES = ("swap/test_prove.py::test_what_a_proof_compares",)
 ASKED = ("swap/test_prove.py::test_what_is_asked_of_a_rate_is_asked_of_the_next",)
 REPLACED = ("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",)
 MODES_FILE = "swap/test_host_modes.py::"
+TRAINS = "swap/test_bias_hosts.py::test_a_learnt_bias_trains_in_fused_blocks"
 IN_MODES = MODES_FILE + "test_a_block_runs_fused_in_every_mode"
 ANY_HOOK = MODES_FILE + "test_a_hook_on_any_part_is_called"
 BIASED = "swap/test_bias_hosts.py::"
@@ -708,6 +709,37 @@ FAULTS = [
         "host-sam-scores", "swap/hosts/special/windows.py", "",
         "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
+    ),
+    Fault(
+        "swinv2-clamp", "swap/hosts/special/windows.py", "Cosine.fused_normed",
+        "Swin V2's scale of a head is not held below 100", ".clamp(max=math.log(100.0))", "",
+        only=("swap/test_bias_hosts.py::test_a_scale_of_cosines_stays_below_100",),
+    ),
+    Fault(
+        "swinv2-mask-twice", "swap/hosts/special/windows.py", "HfCosine.fused_mask",
+        "transformers' Swin V2 gets the mask of the shift once", "2 * mask", "mask",
+        only=(TRAINS + "[swinv2_transformers]",),
+    ),
+    Fault(
+        "swinv2-key-bias", "swap/hosts/special/windows.py", "ShiftedCosine.fused_weights",
+        "torchvision's Swin V2 counts a bias of the keys", "torch.zeros_like(k)", "k",
+        only=(TRAINS + "[swinv2_torchvision]",),
+    ),
+    Fault(
+        "monai-smaller-window", "swap/hosts/monai.py", "SwinBlock.fused_cut",
+        "a grid below a window is padded and shifted", "n <= size for", "n < size for",
+        only=(TRAINS + "[swin_monai]",),
+    ),
+    Fault(
+        "monai-first-rows", "swap/hosts/monai.py", "WindowAttention.fused_bias",
+        "a window below its table's has the bias of other places",
+        "[:tokens, :tokens]", "[-(tokens or 0):, -(tokens or 0):]",
+        only=(TRAINS + "[swin_monai]",),
+    ),
+    Fault(
+        "windows-three-axes", "swap/hosts/grids.py", "Windows.joined",
+        "what was padded in depth stays", "x[(slice(None), *map(slice, self.grid))]",
+        "x[:, :, : self.grid[1], : self.grid[-1]]", only=(TRAINS + "[swin_monai]",),
     ),
     Fault(
         "host-windows-drop", "swap/hosts/special/windows.py",
