@@ -153,7 +153,7 @@ def test_compare_is_of_graphs_if_both_have_them():
     assert found.times == (0.2, 0.4) and found.ratio == 2.0 and found.is_regression(0.05)
     assert found.low == pytest.approx(0.3 / 0.25)
     (found,) = report.ratios([a], [replace(b, graph_ms=None)])
-    assert found.ratio == 1.0 and not found.is_regression(0.05)
+    assert found.ratio == found.low == 1.0 and not found.is_regression(0.05)
 
 
 def test_compare_names_what_was_measured_and_now_fails(tmp_path, capsys):

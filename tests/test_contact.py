@@ -450,6 +450,8 @@ def test_first_launches_are_made_side_by_side(tmp_path):
     hangs = Job("hangs", (sys.executable, "-c", "import time; time.sleep(600)"))
     assert session.run_warm([hangs], 1, 0.05, say=said.append) == CUT_SHORT
     assert said[-1].startswith("0 of 1 cases")
+    # what is left is said before what failed
+    assert session.run_warm([jobs[2], hangs], 2, 5.0, say=said.append) == CUT_SHORT
 
 
 # --- the suite on a GPU
