@@ -17,10 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.attention.functions import MAX_D
+from ..runtime.plain import is_hooked, is_plain
 from .checks import Count, checked
-from .norms import LayerNorm
+from .gated_mlp import MLP_LAYERS
+from .modules import Attention, DropPath, LayerScale
+from .norms import LayerNorm, RmsNorm
+from .packing import Crops
 from .patch_dropout import check_of_patches
 from .vit import Block, VisionTransformer
+
+# What a block may consist of, besides plain Linears, that runs several lengths as one sequence.
+_PACKS = {
+    Block, Attention, LayerScale, DropPath, LayerNorm, RmsNorm, *MLP_LAYERS.values(), nn.Dropout,
+    nn.Identity,
+}  # fmt: skip
+
+
+def why_apart(block: Any) -> str | None:
+    """Why a block cannot run sequences of several lengths as one; None where it can."""
+    for m in block.modules():
+        if (type(m) not in _PACKS and not is_plain(m)) or (m is not block and is_hooked(m)):
+            return f"a {type(m).__name__} inside must be called"
+    attn = block.attn
+    fits = type(attn.q_norm) is type(attn.k_norm) and attn.head_dim % 8 == 0
+    fits = fits and attn.head_dim <= MAX_D and not (block.training and attn.attn_drop.p >= 1)
+    return None if fits else "its attention has no packed kernel"
 
 
 class MaskedDecoder(nn.Module):
@@ -64,8 +86,8 @@ class MaskedDecoder(nn.Module):
         Args:
             features: (B, n + K, C), what the encoder gave of the patches keep.
             keep: (B, K) int64.
-            targets: (B, N) int64; or a sequence of sets (B, N_i), of which none sees another. Sets
-                of one length run as one batch.
+            targets: (B, N) int64; or a sequence of sets (B, N_i), of which none sees another:
+                one pass of the blocks for all (docs/varlen.md).
         Returns: (B, N, out_dim); of a sequence a list of (B, N_i, out_dim).
         Raises: ValueError, TypeError where shapes or dtypes do not fit.
         """
@@ -84,12 +106,27 @@ class MaskedDecoder(nn.Module):
         positions = self.pos_embed[0].to(x.dtype)
         prefix, kept = x.split([self.num_prefix_tokens, keep.shape[1]], dim=1)
         context = torch.cat([prefix, kept + positions[keep]], dim=1)
-        found: list[Any] = [None] * len(sets)
-        for N in {each.shape[1] for each in sets}:
-            places = [i for i, each in enumerate(sets) if each.shape[1] == N]
+        lengths: dict[int, list[int]] = {}
+        for i, each in enumerate(sets):
+            lengths.setdefault(each.shape[1], []).append(i)
+        batches = []
+        for places in lengths.values():
             asked = self.mask_token.to(x.dtype) + positions[torch.cat([sets[i] for i in places])]
-            y = torch.cat([context.repeat(len(places), 1, 1), asked], dim=1)
-            y = self.head(self.norm(self.blocks(y)[:, -N:]))
+            batches.append(torch.cat([context.repeat(len(places), 1, 1), asked], dim=1))
+        found: list[Any] = [None] * len(sets)
+        for (N, places), y in zip(lengths.items(), self._decoded(batches), strict=True):
+            y = self.head(self.norm(y[:, -N:]))
             for i, part in zip(places, y.split(B), strict=True):
                 found[i] = part
         return found[0] if single else found
+
+    def _decoded(self, batches: list[Tensor]) -> list[Tensor]:
+        """What the blocks give; of several lengths as one sequence, where their parts let it."""
+        if len(batches) == 1 or any(map(why_apart, self.blocks)):
+            return [self.blocks(x) for x in batches]
+        sizes = [(len(x), x.shape[1]) for x in batches]
+        packing = Crops(sizes, batches[0].device, [{"rope": None}] * len(sizes))
+        x = Crops.join(batches)
+        for block in self.blocks:
+            x = block(x, packing=packing)
+        return packing.split(x)

@@ -23,23 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models import modules, norms, vit
-from ..models.gated_mlp import MLP_LAYERS
+from ..models import vit
+from ..models.masked import why_apart
 from ..models.packing import Crops
 from ..runtime import dispatch
 from ..runtime.compat import KNOWS_VERSIONS, is_compiled_in_place, saves_are_hooked, version
-from ..runtime.plain import is_hooked, is_plain, is_watched_everywhere
+from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import plans
 from .hosts import fused
-from .hosts.attend import packable
 from .hosts.block import Block, packing_of, unlike
 from .hosts.roles import as_result
 
-# What a block of ours may consist of, besides plain Linears.
-_OURS = {
-    vit.Block, modules.Attention, modules.LayerScale, modules.DropPath, norms.LayerNorm,
-    norms.RmsNorm, *MLP_LAYERS.values(), nn.Dropout, nn.Identity,
-}  # fmt: skip
 _CHECKPOINTS = "grad_checkpointing", "gradient_checkpointing"  # timm's flag, transformers'
 
 
@@ -217,7 +211,7 @@ def _way_of(block: Any) -> Way:
     elif swapped and plans.plan_of(block) is None:
         reason = block.fused_verdict() or block.fused_blocked()
         plans.learn(block, None, {"packing": None})
-    reason = reason or (block.fused_unpacked() if swapped else _ours_unpacked(block))
+    reason = reason or (block.fused_unpacked() if swapped else why_apart(block))
     if reason is not None:
         raise _Apart(reason)
     if not swapped:
@@ -226,17 +220,6 @@ def _way_of(block: Any) -> Way:
         return lambda x, packing: block.fused_forward(x, packing=packing)
     plan, held = found
     return lambda x, packing: plan.run(held, x, {"packing": packing})
-
-
-def _ours_unpacked(block: Any) -> str | None:
-    """Why a block of ours cannot run packed."""
-    for m in block.modules():
-        if (type(m) not in _OURS and not is_plain(m)) or (m is not block and is_hooked(m)):
-            return f"a {type(m).__name__} inside must be called"
-    attn = block.attn
-    fits = type(attn.q_norm) is type(attn.k_norm)
-    fits = fits and packable(attn.head_dim, attn.attn_drop.p if block.training else 0.0)
-    return None if fits else "its attention has no packed kernel"
 
 
 def _given_to_ours(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

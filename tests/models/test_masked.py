@@ -123,16 +123,38 @@ def test_the_decoders_blocks_are_as_asked():
 
 
 def test_target_sets_are_those_of_each_alone():
-    """JEPA: several sets, of two lengths, for one context."""
+    """JEPA: several sets, of two lengths, for one context: one pass of the blocks."""
     model = encoder()
     images, keep, hidden = drawn()
     predictor = randomise(MaskedDecoder(model, out_dim=32, embed_dim=16, depth=1, num_heads=2))
     features = model.forward_features(images, keep=keep)
     sets = [hidden[:, :4], hidden[:, 3:6], hidden[:, 5:9]]
+    passes = []
+    handle = predictor.blocks[0].register_forward_hook(lambda *call: passes.append(call))
     together = predictor(features, keep, sets)
+    handle.remove()
+    assert len(passes) == 1
     assert [y.shape for y in together] == [(2, 4, 32), (2, 3, 32), (2, 4, 32)]
     for y, each in zip(together, sets, strict=True):
         torch.testing.assert_close(y, predictor(features, keep, each), rtol=1e-5, atol=1e-5)
+    params = [*predictor.parameters()]
+    every = (
+        [y.square().sum() for y in together],
+        [predictor(features, keep, each).square().sum() for each in sets],
+    )
+    ours, theirs = (torch.autograd.grad(sum(x), params, retain_graph=True) for x in every)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+    class Noted(nn.Linear):
+        def forward(self, input):
+            passes.append(input)
+            return super().forward(input)
+
+    predictor.blocks[0].attn.qkv.__class__ = Noted
+    for y, apart in zip(together, predictor(features, keep, sets), strict=True):
+        torch.testing.assert_close(y, apart, rtol=1e-5, atol=1e-5)
+    assert len(passes) == 3  # a pass for each length: what is no plain Linear is called
 
 
 def test_what_does_not_fit_is_refused():

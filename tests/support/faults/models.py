@@ -725,6 +725,18 @@ FAULTS = [
         only=(f"{_MASKED}test_target_sets_are_those_of_each_alone",),
     ),
     Fault(
+        "model-decoder-one-pass", "models/masked.py", "MaskedDecoder._decoded",
+        "sets of other lengths are a pass of their own", "if len(batches) == 1 or any(",
+        "if len(batches) or any(",
+        only=(f"{_MASKED}test_target_sets_are_those_of_each_alone",),
+    ),
+    Fault(
+        "model-decoder-apart", "models/masked.py", "why_apart",
+        "several lengths pass a Linear that is another by", "and not is_plain(m)",
+        "and not isinstance(m, nn.Linear)",
+        only=(f"{_MASKED}test_target_sets_are_those_of_each_alone",),
+    ),
+    Fault(
         "weights-mask-token", "weights/load.py", "_load",
         "the authors' mask token is left out", 'tensors and "mask_token" in targets',
         'tensors and "mask_token" in tensors',
