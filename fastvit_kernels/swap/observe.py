@@ -63,6 +63,7 @@ class Observation:
     events: list[Event] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)  # number -> name
+    held: dict[int, str] = field(default_factory=dict)  # the same of tensors that are settings
     first: int = -1  # number of the first argument
     result: int = -1
     place: tuple[int, int] | None = None  # (length, tensor) of a result that is a tuple
@@ -98,6 +99,8 @@ class _Recorder(TorchFunctionMode):
         self.modules = dict(module.named_modules())
         for name, p in (*module.named_parameters(), *module.named_buffers()):
             self.found.parameters[self.number(p)] = name
+        own = {**vars(module), **module._buffers}
+        self.found.held = {self.number(v): n for n, v in own.items() if isinstance(v, Tensor)}
 
     def number(self, tensor: Tensor, new: bool = False) -> int:
         if new or id(tensor) not in self.numbers:
@@ -253,10 +256,11 @@ def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     shorter = shorter_tables(list(module.modules()))
     for m in module.modules():
-        own = [b.shape for b in m._buffers.values() if b is not None and b.ndim == 2]
+        tensors = [t for t in (*m._buffers.values(), *vars(m).values()) if isinstance(t, Tensor)]
+        own = [t.shape for t in tensors if t.ndim == 2]
         square = [s[0] for s in own if s[0] == s[1]]
         longer = [s[0] + prefix for s in own if s[0] != s[1] for prefix in (1, 0)]
-        found += [(2, T) for T in (*square, *longer)]
+        found += [(2, T) for T in (*square, *longer)] + [(T, 2) for T in square]
         if tables := tables_of(m):
             found.append((2, *((shorter.get(n, n) + 1) // 2 for n in tables)))
     return [*dict.fromkeys(s for s in found if math.prod(s) <= TOKENS)]

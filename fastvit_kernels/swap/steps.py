@@ -12,7 +12,7 @@ from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
 from .hosts.block import BlockRoles, Step
 from .hosts.fused import arguments_of
-from .observe import Event, Observation, Refused, Unlike, Value
+from .observe import Event, Observation, Refused, Unlike, Value, is_mask
 
 BRANCHES = ("attention", "mlp")
 MOST = 16  # candidates of an inline branch
@@ -186,19 +186,31 @@ class _Block:
 
         names = arguments_of(type(self.module.get_submodule(event.part)).forward).names
         given = {**dict(enumerate(event.args)), **event.kwargs}
-        args, kwargs, context = [], {}, {}
+        args, kwargs, context, masks = [], {}, {}, {}
         for name, value in given.items():
             own = [n for n, v in self.seen.extras.items() if v == value]
-            if isinstance(name, int) and not (own or context):
+            held = self.held(value)
+            if isinstance(name, int) and not (own or held or context or masks):
                 args.append(read(value))
                 continue
             name = names[name] if isinstance(name, int) else name
             if own:
                 context[name] = own[0]
+            elif held and is_mask(name):
+                masks[name] = held
             else:
                 kwargs[name] = read(value)
-        how = tuple(args), tuple(kwargs.items())
-        return {"arguments": how, "context": tuple(context.items()), "item": event.item}
+        how, context = (tuple(args), tuple(kwargs.items())), tuple(context.items())
+        more = {"context": context, "held": tuple(masks.items())}
+        return {"arguments": how, "item": event.item, **more}
+
+    def held(self, value: Any) -> str:
+        """The tensor of the block's own that this is, perhaps cast; "" for none."""
+        number = value.number if isinstance(value, Value) else -1
+        while (cast := self.seen.made.get(number)) and cast.function in ("to", "type_as", "type"):
+            self.taken.add(number)
+            number = cast.inputs[0]
+        return self.seen.held.get(number, "")
 
     def rounds(self, step: Step) -> bool:
         """Whether a part of a step gives what fp32 gives, in any dtype."""

@@ -430,14 +430,28 @@ def test_equal_layers_share_a_search(monkeypatch):
     assert len(recognise._found) == 5  # DropPath, LayerScale, Attention, Mlp, Block
 
 
-def test_a_causal_tower_is_fused_only_where_that_is_proven():
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_mask_that_the_block_holds(batch_first, ran):
+    """A causal tower's: openai CLIP's text. Of another length than the mask's the host's error."""
     mask = torch.full((6, 6), float("-inf")).triu(1)
-    module = randomize(others.ClipBlock(mask=mask))
+    module = randomize(others.ClipBlock(mask=mask, batch_first=batch_first)).double()
     host = copy.deepcopy(module)
-    report = swap_in(module)
-    assert not isinstance(module, Fused), str(report)
-    x = torch.randn(6, 2, 32)
-    torch.testing.assert_close(module(x), host(x))
+    assert swap_in(module).level == "block"
+    x = torch.randn((2, 6, 32) if batch_first else (6, 2, 32)).double().requires_grad_()
+    for _ in range(2):
+        ran.clear()
+        torch.testing.assert_close(module(x), host(x), rtol=1e-9, atol=1e-9)
+        assert ran == ["ClipBlock"]
+    for m in (module, host):
+        m.attn_mask = torch.zeros(6, 6)
+    torch.testing.assert_close(module(x), host(x), rtol=1e-9, atol=1e-9)
+    for m in (module, host):
+        m.attn_mask = None
+    torch.testing.assert_close(module(x), host(x), rtol=1e-9, atol=1e-9)
+    for m in (module, host):
+        m.attn_mask = mask
+        with pytest.raises(RuntimeError):
+            m(torch.randn((2, 5, 32) if batch_first else (5, 2, 32)).double())
 
 
 def test_rope_and_lists_of_inputs(ran):

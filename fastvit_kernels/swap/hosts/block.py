@@ -198,6 +198,10 @@ class Block(Fused):
             if size := part(self, step.window):
                 shapes = (2, size + 1, 2 * size - 1), (1, size, size + 1)
                 return [(example(generator, *shape, width_of(self)), {}) for shape in shapes]
+            if step.held:
+                T, ordered = len(part(self, step.held[0][1])), getattr(body, "batch_first", True)
+                shapes = ((B, T) if ordered else (T, B) for B in (2, 3))
+                return [(example(generator, *shape, width_of(self)), {}) for shape in shapes]
             if getattr(body, "fused_level", "") == "attention":
                 given = dict(step.context)
                 # One kind of mask shows that the block hands it on.
@@ -233,6 +237,9 @@ class Block(Fused):
             fixed = isinstance(body, Attention) and not isinstance(body.fused_roles.tokens, str)
             if fixed and tokens_of(body) not in ((), *shown):
                 return None
+            masks = self.fused_held(step, seen) if step.held else {}
+            if masks and body.fused_checked(seen, {**given, **masks}) is None:
+                return None
             checked = body.fused_checked(seen, given)
             if checked is None:
                 return None
@@ -255,9 +262,18 @@ class Block(Fused):
         ]
         return (calls, {}) if calls and None not in calls else None
 
+    def fused_held(self: Any, step: Step, x: Tensor) -> dict[str, Tensor]:
+        """The masks of its own that a step's body gets, as the host casts them."""
+        masks = {}
+        for name, own in step.held:
+            if (mask := part(self, own)) is not None:
+                masks[name] = mask.to(x) if mask.is_floating_point() else mask.to(x.device)
+        return masks
+
     def fused_context(self: Any, step: Step, x: Tensor, extras: dict[str, Any]) -> dict[str, Any]:
         """What the body of a step gets besides its input, of the arguments of a call on x."""
         context = {n: extras[given] for n, given in step.context if given in extras}
+        context |= self.fused_held(step, x) if step.held else {}
         if (packing := extras.get("packing")) is not None:  # what each size is given
             every = [(n, tuple(g.get(own) for g in packing.given)) for n, own in step.context]
             return {"packing": packing, **dict(every)}
@@ -337,7 +353,7 @@ class Block(Fused):
         for step, branch in self.fused_branches(fused.listed(self)[1]):
             body, tail = self.fused_body(step), self.fused_tail(step)
             drops = any(isinstance(m, fused.DropPath) and m.fused_drops() for m in tail)
-            if branch is None or step.window or (drops and branch.sampled):
+            if branch is None or step.window or step.held or (drops and branch.sampled):
                 return "a branch of it must be called"
             if (drops or branch.sampled) and not branch.folds:
                 return "a branch of it must be called"
@@ -369,8 +385,8 @@ class Block(Fused):
 
     def fused_branches(self: Any, place: Place) -> list[tuple[Step, Branch | None]]:
         """The steps, with the branch of each that has a residual."""
-        own = type(self).fused_context is not Block.fused_context
-        return [
-            (s, Branch(self, place, s, own or bool(s.window)) if s.residual >= 0 else None)
-            for s in self.fused_roles.steps
-        ]
+        own, found = type(self).fused_context is not Block.fused_context, []
+        for s in self.fused_roles.steps:
+            informed = bool(own or s.window or s.held)
+            found.append((s, Branch(self, place, s, informed) if s.residual >= 0 else None))
+        return found

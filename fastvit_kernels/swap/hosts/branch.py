@@ -39,6 +39,7 @@ class Step(NamedTuple):
     inline: Any = None  # AttentionRoles or MlpRoles of a body that is no module of its own
     context: tuple[tuple[str, str], ...] = ()  # arguments of the body that are the block's own
     window: str = ""  # the setting with the size of the windows that the body sees
+    held: tuple[tuple[str, str], ...] = ()  # masks of the body that are tensors of the block's own
 
 
 def fold(

@@ -34,6 +34,7 @@ COMPARES = ("swap/test_prove.py::test_what_a_proof_compares",)
 ASKED = ("swap/test_prove.py::test_what_is_asked_of_a_rate_is_asked_of_the_next",)
 REPLACED = ("swap/test_swap_changes.py::test_a_function_of_torch_that_is_replaced",)
 MODES_FILE = "swap/test_host_modes.py::"
+HOLDS = "swap/test_recognise.py::test_a_mask_that_the_block_holds"
 TRAINS = "swap/test_bias_hosts.py::test_a_learnt_bias_trains_in_fused_blocks"
 IN_MODES = MODES_FILE + "test_a_block_runs_fused_in_every_mode"
 ANY_HOOK = MODES_FILE + "test_a_hook_on_any_part_is_called"
@@ -709,6 +710,15 @@ FAULTS = [
         "host-sam-scores", "swap/hosts/special/windows.py", "",
         "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
         'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
+    ),
+    Fault(
+        "held-mask-lost", "swap/hosts/block.py", "Block.fused_held",
+        "a mask that the block holds is left out", "return masks", "return {}", only=(HOLDS,),
+    ),
+    Fault(
+        "held-mask-not-read", "swap/hosts/block.py", "Block.fused_branches",
+        "a branch is not told of a mask that the block holds", "own or s.window or s.held",
+        "own or s.window", only=(HOLDS,),
     ),
     Fault(
         "swinv2-clamp", "swap/hosts/special/windows.py", "Cosine.fused_normed",
