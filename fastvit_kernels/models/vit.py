@@ -95,31 +95,17 @@ class Blocks(nn.Sequential):
 class VisionTransformer(nn.Module):
     """A Vision Transformer on the fused ops; arXiv:2010.11929.
 
-    Arguments have timm's names and meaning, except these (docs/models.md has them all):
+    Arguments have timm's names and meaning (one that timm alone has raises TypeError), except
+    these; docs/models.md has them all:
 
-    act_layer         a name: "gelu", "gelu_tanh", "quick_gelu", "silu", which SwiGLU wants
-    mlp_layer         timm's class by name: "Mlp", "GluMlp", "SwiGLUPacked" (DINOv2 giant, whose
-                      mlp_ratio counts gate and value), "SwiGLU"; scale_mlp_norm norms inside
-    norm_layer        "LayerNorm" or "RmsNorm", as embed_norm_layer, which norms the patches;
-                      norm_eps is the eps of each, qk_norm norms each head's queries and keys
-    attn_head_dim     decouples the attention width from embed_dim
-    key_bias          False biases queries and values alone, as EVA and DINOv3 do
-    rope_type         turns queries and keys by their patch's place: "cat" as EVA02, Perception
-                      Encoder and RoPE-ViT, "dinov3", "" for none; timm's Eva has the other rope_
-                      arguments and ref_feat_shape
-    representation_size, conv_stem_configs    torchvision's: Linear + tanh before the head;
-                      convolutions before the projection
-    dynamic_img_size  images of any size: learned positions are resampled, rotary ones computed
-    mean, std         numbers for each channel: uint8 images too, normalised as they are read
-    mask_token        a learned token, which forward_features puts in place of masked patches
-    patch_drop_rate   a training step leaves out that share of each image's patches, unread
-    drop_path         "skip": a branch computes nothing for the samples it drops, a fixed count at
-                      each step, as DINOv2; docs/drop_path.md
-    memory            "low": the backward rebuilds what a block's norms gave, bit for bit, and the
-                      sum after attention: under bf16 autocast 20 C bytes a token and block instead
-                      of 28 C, for one more LayerNorm forward each and one more projection
-
-    Arguments that timm alone has raise TypeError and say what to do instead.
+    act_layer     a name: "gelu", "gelu_tanh", "quick_gelu", "silu", which SwiGLU wants
+    mlp_layer     timm's class by name: "Mlp", "GluMlp", "SwiGLUPacked", "SwiGLU"
+    norm_layer    "LayerNorm" or "RmsNorm", as embed_norm_layer; norm_eps is the eps of each
+    rope_type     "cat" as EVA02, Perception Encoder and RoPE-ViT, "dinov3", "" for none
+    mean, std     numbers for each channel: uint8 images too, normalised as they are read
+    drop_path     "skip": a branch computes nothing for the samples it drops; docs/drop_path.md
+    memory        "low": the backward rebuilds what a block's norms gave, bit for bit, and the sum
+                  after attention: under bf16 autocast 20 C bytes a token and block, not 28 C
     """
 
     @configured_by(ViTConfig)
@@ -136,8 +122,7 @@ class VisionTransformer(nn.Module):
         self.cls_token = self._tokens(1 if c.class_token else None)
         self.reg_token = self._tokens(c.reg_tokens or None)
         self.mask_token = self._tokens(1 if c.mask_token else None)
-        positions = self.patch_embed.num_patches
-        positions += 0 if c.no_embed_class else c.num_prefix_tokens
+        positions = self.patch_embed.num_patches + c.num_prefix_tokens * (not c.no_embed_class)
         self.pos_embed = self._tokens(positions if c.pos_embed == "learn" else None)
         self.pos_drop = nn.Dropout(c.pos_drop_rate)
         self.patch_drop = PatchDropout(c.patch_drop_rate)
@@ -197,8 +182,7 @@ class VisionTransformer(nn.Module):
             keep: (B, K) int64, distinct patches of each image: the others are not read, and T is
                 the prefix and K (MAE, a context of JEPA).
             mask: (B, P) boolean: True is a patch in whose place `mask_token` stands (SimMIM, iBOT).
-        Raises: ValueError, TypeError for a keep or mask that does not fit; both; a mask without
-            `mask_token`.
+        Raises: ValueError, TypeError: one that does not fit, both, a mask without `mask_token`.
         """
         tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
         prefix = torch.cat(tokens, dim=1) if tokens else None

@@ -63,13 +63,13 @@ class Observation:
     events: list[Event] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)  # number -> name
-    held: dict[int, str] = field(default_factory=dict)  # the same of tensors that are settings
     first: int = -1  # number of the first argument
     result: int = -1
     place: tuple[int, int] | None = None  # (length, tensor) of a result that is a tuple
     extras: dict[str, Any] = field(default_factory=dict)  # arguments besides the first, by name
     others: list[int] = field(default_factory=list)  # and the numbers of its other tensors
     settings: dict[str, int] = field(default_factory=dict)  # whole numbers that the copy holds
+    held: dict[int, str] = field(default_factory=dict)  # and tensors that are no parameters
 
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(self.tensors[number].shape)

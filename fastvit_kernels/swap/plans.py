@@ -116,11 +116,11 @@ def refusal(module: nn.Module, cls: Any) -> str | None:
     ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
     if ours:
         return f"a part of it has a name of ours: {', '.join(ours)}"
+    if (reason := cls.fused_reject(module)) is not None:
+        return reason
     parts = cls.fused_known()
     unknown = sorted(present - parts) if parts else []
-    if unknown:
-        return f"it has a part that we do not know: {', '.join(unknown)}"
-    return cls.fused_reject(module)
+    return f"it has a part that we do not know: {', '.join(unknown)}" if unknown else None
 
 
 def unproven(module: nn.Module, class_of: ClassOf) -> str | None:

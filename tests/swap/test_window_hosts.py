@@ -79,7 +79,8 @@ def test_all_blocks_but_those_that_pool_are_fused(name):
     levels = [row.level for row in report.swapped]
     assert levels.count("block") == (2 if name == "sam3" else 5) - pooling, str(report)
     assert report.level == ("parts" if pooling else "block"), str(report)
-    assert [r.reason for r in report.left].count("it pools its queries") == pooling, str(report)
+    why = [r.reason for r in report.left]  # of the block, and of its attention
+    assert why.count("it pools its queries") == 2 * pooling, str(report)
     assert not any(r.way == "host" for r in status.modules if r.level == "block"), str(status)
 
 

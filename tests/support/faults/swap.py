@@ -761,7 +761,8 @@ FAULTS = [
     Fault(
         "host-windows-drop-hf", "swap/hosts/special/windows.py", "HfSwinLayer.fused_blocked",
         "a dropout by window has fused forwards fail in evaluation, too",
-        'return None if is_noop(self.dropout) else "its dropout draws by window"', "return None",
+        'super().fused_blocked() if is_noop(drop) else "its dropout draws by window"',
+        "super().fused_blocked()",
         only=(IN_MODES + "[biased swin_transformers]",),
     ),
     Fault(
@@ -881,8 +882,8 @@ FAULTS = [
     ),
     Fault(
         "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_context",
-        "always_partition is ignored", 'if not extras.get("always_partition", False):',
-        "if True:",
+        "always_partition is ignored", 'adapts and not extras.get("always_partition", False)',
+        "adapts",
         only=(BIASED + "test_a_grid_as_large_as_a_window",),
     ),
     Fault(

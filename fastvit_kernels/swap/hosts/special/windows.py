@@ -211,7 +211,8 @@ class HfSwinLayer(Block):
     fused_first_rebuilds = fused_first_skips = False
 
     def fused_blocked(self: Any) -> str | None:
-        return None if is_noop(self.dropout) else "its dropout draws by window"
+        drop = getattr(self, "dropout", None)  # V2 has none of its own
+        return super().fused_blocked() if is_noop(drop) else "its dropout draws by window"
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         if "input_dimensions" not in extras or is_hooked(self.attention):
@@ -227,7 +228,8 @@ class HfSwinLayer(Block):
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attention":
             return {}
-        if not extras.get("always_partition", False):
+        adapts = hasattr(self, "set_shift_and_window_size")  # V2 is made for its grid
+        if adapts and not extras.get("always_partition", False):
             self.set_shift_and_window_size(extras["input_dimensions"])
         size, shift = self.window_size, self.shift_size
         height, width = extras["input_dimensions"]
@@ -289,19 +291,12 @@ class HfCosine(Cosine):
 HOLDER = row(Unfused, level="epilogue")  # of what its owner computes with
 
 
-class HfCosineLayer(HfSwinLayer):
-    fused_blocked = Block.fused_blocked
-
-    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        return super().fused_context(step, x, {**extras, "always_partition": True})
-
-
 SWINV2 = (
     ("Layer", layer(
         "", "attention", "layernorm_before drop_path", "", MlpRoles(
             "intermediate.dense", "output.dense", act="intermediate.intermediate_act_fn",
             after="output.dropout",
-        ), "layernorm_after drop_path", mixin=HfCosineLayer, result=(1, 0),
+        ), "layernorm_after drop_path", mixin=HfSwinLayer, result=(1, 0),
         through=("intermediate", "output"), extra_kwargs=("input_dimensions",),
     )),
     ("Attention", HfCosine),
@@ -343,6 +338,10 @@ def _pools(module: Any) -> str | None:
     strides = (getattr(module, n, None) for n in ("q_stride", "query_stride"))
     pools = any(s is not None and s != 1 for s in strides)
     return "it pools its queries" if pools else None
+
+
+def _pools_inside(block: Any) -> str | None:
+    return _pools(block.attn)
 
 
 class MaskUnits(NamedTuple):
@@ -390,13 +389,19 @@ class MaskUnitAttention(Attention):
 TIMM |= {
     "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
     "timm.models.hiera.HieraBlock": pre_norm(
-        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2"
+        "norm1",
+        "attn",
+        "ls1 drop_path1",
+        "norm2",
+        "mlp",
+        "ls2 drop_path2",
+        reject=staticmethod(_pools_inside),
     ),
 }
 HIERA = (
     ("Layer", layer(
         "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
-        result=(2, 0),
+        result=(2, 0), reject=staticmethod(_pools_inside),
     )),
     ("MaskUnitAttention", row(
         MaskUnitAttention, scale=Attention.fused_scale, roles=AttentionRoles(
@@ -410,7 +415,7 @@ HIERA = (
 SAM2 = (
     ("MultiScaleBlock", layer(
         "layer_norm1", "attn", "", "layer_norm2", "mlp", "", item=None, window="window_size",
-        axes=(4,), first_skips=False,
+        axes=(4,), first_skips=False, reject=staticmethod(_pools_inside),
     )),
     ("MultiScaleAttention", row(
         HfAttention, axes=(4,), reject=staticmethod(_pools), roles=AttentionRoles(
