@@ -4,6 +4,7 @@ and no more is kept than what the page counts."""
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections import Counter
 from functools import partial
@@ -69,8 +70,11 @@ def checkpointed(model, **options):
 def kept(model):
     """Bytes that a forward leaves allocated, in blocks' outputs, (B, T, C) in fp32."""
     model(images())  # what is made once
+    gc.collect()  # else what another test has left may be freed meanwhile, and counts
+    gc.disable()
     with profile(profile_memory=True) as profiled:
         y = model(images())
+    gc.enable()
     del y
     return sum(e.self_cpu_memory_usage for e in profiled.key_averages())
 
