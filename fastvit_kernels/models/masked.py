@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.attention.functions import MAX_D
 from ..runtime.plain import is_hooked, is_plain
 from .checks import Count, checked
 from .gated_mlp import MLP_LAYERS
 from .modules import Attention, DropPath, LayerScale
 from .norms import LayerNorm, RmsNorm
-from .packing import Crops
+from .packing import Crops, packable
 from .patch_dropout import check_of_patches
 from .vit import Block, VisionTransformer
 
@@ -40,8 +39,8 @@ def why_apart(block: Any) -> str | None:
         if (type(m) not in _PACKS and not is_plain(m)) or (m is not block and is_hooked(m)):
             return f"a {type(m).__name__} inside must be called"
     attn = block.attn
-    fits = type(attn.q_norm) is type(attn.k_norm) and attn.head_dim % 8 == 0
-    fits = fits and attn.head_dim <= MAX_D and not (block.training and attn.attn_drop.p >= 1)
+    fits = type(attn.q_norm) is type(attn.k_norm)
+    fits = fits and packable(attn.head_dim, attn.attn_drop.p if block.training else 0.0)
     return None if fits else "its attention has no packed kernel"
 
 

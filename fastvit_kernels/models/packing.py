@@ -15,9 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.attention.configs import MAX_D
 from ..ops.common.samples import keep_samples, num_kept
 
 Size = tuple[int, int]  # (B, T): images, and the tokens of each
+
+
+def packable(D: int, dropout_p: float) -> bool:
+    """Whether the packed ops take heads of D."""
+    return D % 8 == 0 and D <= MAX_D and dropout_p < 1
 
 
 class Crops:

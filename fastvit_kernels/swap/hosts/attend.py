@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.packing import Crops
-from ...ops.attention.functions import MAX_D, attention
+from ...models.packing import Crops, packable
+from ...ops.attention.functions import attention
 from ...ops.attention.projected import qkv_attention
 from ...ops.attention.rotary import rope_attention
 from ...ops.attention.sdpa import scaled_dot_product_attention
@@ -28,10 +28,6 @@ from .fused import is_fused_norm, is_noop
 from .read_once import is_readable, read_once
 
 LEAST = torch.finfo(torch.float32).min  # what hosts add to the scores of a hidden key, or less
-
-
-def packable(D: int, dropout_p: float) -> bool:
-    return D % 8 == 0 and D <= MAX_D and dropout_p < 1
 
 
 def unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

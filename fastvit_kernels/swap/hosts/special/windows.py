@@ -389,15 +389,10 @@ class MaskUnitAttention(Attention):
 TIMM |= {
     "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
     "timm.models.hiera.HieraBlock": pre_norm(
-        "norm1",
-        "attn",
-        "ls1 drop_path1",
-        "norm2",
-        "mlp",
-        "ls2 drop_path2",
+        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
         reject=staticmethod(_pools_inside),
     ),
-}
+}  # fmt: skip
 HIERA = (
     ("Layer", layer(
         "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
