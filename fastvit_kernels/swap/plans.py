@@ -116,10 +116,14 @@ def refusal(module: nn.Module, cls: Any) -> str | None:
     ours = sorted(n for n in present if n.startswith("fused_") and hasattr(cls, n))
     if ours:
         return f"a part of it has a name of ours: {', '.join(ours)}"
-    if (reason := cls.fused_reject(module)) is not None:
-        return reason
     parts = cls.fused_known()
     unknown = sorted(present - parts) if parts else []
+    try:
+        if (reason := cls.fused_reject(module)) is not None:
+            return reason
+    except Exception as error:  # of another version: what the row names is not there
+        if not unknown:
+            return f"its state could not be read: {error}"
     return f"it has a part that we do not know: {', '.join(unknown)}" if unknown else None
 
 

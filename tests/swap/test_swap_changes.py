@@ -15,6 +15,7 @@ from torch import nn
 
 from fastvit_kernels import backend, register_attention, swap_in
 from fastvit_kernels.runtime.plain import is_plain
+from fastvit_kernels.swap.hosts import swapped_class
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small, timm_small
 
@@ -385,6 +386,18 @@ def test_a_child_of_any_name(name):
     block.attn.add_module(name, nn.Linear(3, 3))
     assert type(getattr(block.attn, name)) is nn.Linear
     block(tokens())
+
+
+@pytest.mark.parametrize("name", ["dinov2_swiglu", "clip", "vit_tiny_patch16_224"])
+def test_a_part_that_another_version_names_otherwise(name):
+    model = (timm_small if name.startswith("vit_") else hf_small)(name)[0]
+    kinds = {type(m): m for m in model.modules() if swapped_class(type(m), None)}
+    for host in kinds.values():
+        for part in host._modules:
+            other = copy.deepcopy(host)
+            other._modules["renamed"] = other._modules.pop(part)
+            assert str(swap_in(other, explain=True))
+            assert type(other) is type(host)
 
 
 def test_a_child_of_a_name_of_ours():

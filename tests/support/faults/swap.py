@@ -584,6 +584,12 @@ FAULTS = [
         only=DECIDES,
     ),
     Fault(
+        "refusal-renamed", "swap/plans.py", "refusal",
+        "swap_in ends where another version of a library names a part otherwise",
+        "except Exception as error:", "except KeyError as error:",
+        only=("swap/test_swap_changes.py::test_a_part_that_another_version_names_otherwise",),
+    ),
+    Fault(
         "proof-sharded-class", "swap/facts.py", "swapped_of",
         "a block that fully_shard makes another class runs its host's forward",
         "if not home.startswith(", "if home and (",
