@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, ValueError) as error:  # no triton, the interpreter, an unknown model
         raise CommandError(str(error)) from error
     if args.json:
-        print(json.dumps([k.as_dict() for kernels in compiled.values() for k in kernels], indent=1))
+        print(json.dumps([asdict(k) for kernels in compiled.values() for k in kernels], indent=1))
         return 0
     for arch, kernels in compiled.items():
         what = "training" if args.train else "inference"

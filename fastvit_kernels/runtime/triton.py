@@ -51,6 +51,11 @@ else:
         HAS_TRITON, VERSION = False, ()
 
 
+# For triton.jit: nothing is aligned by what a batch decides, and no other one compiles anew.
+_COUNTS = "B M num_rows rows_per_split num_heads total num_kept num_kept_of_d num_shared"
+ANY_BATCH: Any = {"do_not_specialize_on_alignment": [*_COUNTS.split(), "shared_per_split"]}
+
+
 def constant(value: object) -> Any:
     """A constant that kernels may read as a global."""
     return tl.constexpr(value)  # pyright: ignore[reportCallIssue]
@@ -99,4 +104,6 @@ def bind_launch(
     return launch
 
 
-__all__ = ["HAS_TRITON", "VERSION", "bind_launch", "constant", "has_gluon", "tl", "triton"]
+__all__ = [
+    "ANY_BATCH", "HAS_TRITON", "VERSION", "bind_launch", "constant", "has_gluon", "tl", "triton",
+]  # fmt: skip

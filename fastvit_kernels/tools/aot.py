@@ -55,18 +55,21 @@ def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], s
         name: of a Triton function among the constants.
     """
 
-    def word(x: Any, is_constexpr: bool) -> str:
+    def word(x: Any, parameter: Any) -> str:
         if hasattr(x, "block_shape"):  # a tensor map
             return f"{x.base.dtype} {x.block_shape} {x.layout}"
         if isinstance(x, Tensor):
             return f"{x.dtype} {int(x.storage_offset()) * x.element_size() % 16 == 0}"
-        if isinstance(x, int) and not is_constexpr:
-            return f"{x == 1} {x % 16 == 0} {x >> 31 != 0}"
+        if isinstance(x, int) and not parameter.is_constexpr:
+            free, loose = parameter.do_not_specialize, parameter.do_not_specialize_on_alignment
+            return f"{x == 1 and not free} {x % 16 == 0 and not (free or loose)} {x >> 31 != 0}"
         if type(x) is tuple:
-            return f"({', '.join(word(each, is_constexpr) for each in x)})"
+            return f"({', '.join(word(each, parameter) for each in x)})"
+        if type(x) is float and not parameter.is_constexpr:
+            return "float"
         return name(x) if hasattr(x, "src") else repr(x)
 
-    words = [word(given[p.name], p.is_constexpr) for p in function.params]
+    words = [word(given[p.name], p) for p in function.params]
     return "|".join([function.__qualname__, *words])
 
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..runtime.triton import triton
@@ -71,9 +71,6 @@ class Kernel:
     copies: str  # "cp.async", "TMA", joined by "+"
     seconds: float  # to compile, 0 from the cache
     key: str  # Triton's cache key
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def problems(self) -> Iterator[str]:
         """What no kernel of this package may do, each in one sentence with the kernel's name."""

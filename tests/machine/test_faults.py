@@ -69,6 +69,7 @@ KERNELS = {
 
 PROGRAM = """
 import json, sys, torch
+from dataclasses import asdict
 sys.path.insert(0, sys.argv[1])
 import small_kernels
 from tests.machine.launches import tracing
@@ -86,7 +87,7 @@ for name, (kernel, arch, M, N, D, warps, stages, runs) in json.loads(sys.argv[2]
             )
         times.append(timed(trace.launches[0]).modelled)
     kernel = examine(trace.launches[0])
-    found[name] = kernel.as_dict() | {
+    found[name] = asdict(kernel) | {
         "us": [m.us for m in times], "products_done": [m.multiply_adds for m in times]
     }
 print(json.dumps(found))

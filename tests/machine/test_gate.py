@@ -115,15 +115,25 @@ def test_what_is_left_of_a_launch_when_it_is_named():
     """Equal names, equal machine code: what is not named would hide a change."""
     function = SimpleNamespace(
         __qualname__="store",
-        params=[SimpleNamespace(name=n, is_constexpr=n == "B") for n in ("x", "n", "B")],
+        params=[
+            SimpleNamespace(
+                name=n,
+                is_constexpr=n == "B",
+                do_not_specialize=n == "T",
+                do_not_specialize_on_alignment=n == "M",
+            )
+            for n in ("x", "M", "T", "n", "B")
+        ],
     )
 
-    def named(n=3, B=16, x=None):
-        given = {"x": torch.empty(4) if x is None else x, "n": n, "B": B}
+    def named(n=3, B=16, x=None, M=3, T=3):
+        given = {"x": torch.empty(4) if x is None else x, "M": M, "T": T, "n": n, "B": B}
         return specialisation(function, given)
 
-    assert named().startswith("store|") and named().count("|") == 3
-    assert named() == named(5) and named(16) == named(32)
+    assert named().startswith("store|") and named().count("|") == 5
+    assert named(M=16) == named() == named(T=16) == named(T=1) != named(M=1)
+    assert len({named(), named(M=2**31), named(T=2**31)}) == 3
+    assert named() == named(5) and named(16) == named(32) and named(1.5) == named(2.5)
     values = (3, 16, 1, 2**31 + 3, 2**31, (3, 16), (16, 3), 2.5, None)
     assert len({named(n) for n in values}) == len(values)
     assert named(B=16) != named(B=32)

@@ -18,7 +18,6 @@ from fastvit_kernels.ops.common.gemm_configs import (
     PERSISTENT,
     PINGPONG,
     PINGPONG_PARTS,
-    SHIPPED,
     SMALL,
     TMA_ARCHS,
     TMA_PAIR,
@@ -250,17 +249,19 @@ def test_gemm_candidates_fit_shared_memory(table, limit):
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_TABLE.choose
-    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
+    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
+    assert choose(on["sm_90"], 4096, 768, 768, "bf16") == TMA_PAIR  # too few for wide tiles
     assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
     assert choose(on["sm_90"], 262144, 384, 1536, "bf16") == TMA_PAIR
-    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == TMA_PAIR
+    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == WIDE_TMA
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
     assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == PERSISTENT
-    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
+    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
+    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 1920, 480, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
     with forced_route("triton"):
-        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY
@@ -275,13 +276,13 @@ def test_a_forced_route_goes_before_what_is_tuned(monkeypatch):
         assert FWD_TABLE.choose(here, *key) == tuned
 
 
-def test_gemm_shipped_entries_say_where_they_come_from():
-    archs = {gpu.arch: gpu for gpu in GPUS}
-    for (arch, *key), (config, source) in SHIPPED.items():
-        assert source, key
-        assert config in FWD_TABLE.configs and FWD_TABLE.fits(archs[arch], config, *key)
-        hidden = HIDDEN_TABLE.default(archs[arch], *key)
-        assert hidden in HIDDEN_TABLE.configs and HIDDEN_TABLE.fits(archs[arch], hidden, *key)
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
+def test_gemm_defaults_fit(gpu):
+    widths = (192, 384, 768, 1024, 1280)
+    for C, M, dtype in itertools.product(widths, (256, 16384, 65536), ("bf16", "fp32")):
+        for N, K, table in itertools.product((C, 4 * C), (C, 4 * C), TABLES):
+            config = table.default(gpu, M, N, K, dtype)
+            assert config in table.configs and table.fits(gpu, config, M, N, K, dtype)
 
 
 # The Gluon route; tests/machine/device runs its kernel

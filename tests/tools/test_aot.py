@@ -28,6 +28,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 
 STEP = """
 import json, torch
+from dataclasses import asdict
 from fastvit_kernels.tools.aot import Share, compile_step
 from fastvit_kernels.tools.resources import TARGETS
 from fastvit_kernels.ops.norm.functions import layer_norm
@@ -60,7 +61,7 @@ steps = {
 }
 kernels = {name: compile_step(f, TARGETS["sm_90"]) for name, f in steps.items()}
 kernels["elsewhere"] = compile_step(step, TARGETS["sm_80"])  # in the same process
-found = {name: [k.as_dict() for k in listed] for name, listed in kernels.items()}
+found = {name: [asdict(k) for k in listed] for name, listed in kernels.items()}
 
 def several():
     for C in (64, 64, 128):
@@ -160,6 +161,51 @@ def test_processes_share_the_kernels_of_a_step(steps):
     whole, first, second = steps["shares"]
     assert first and second and not {*first} & {*second}
     assert {*first, *second} == {*whole}
+
+
+# What would be compiled, in words, and what of it a batch may not decide. Nothing is compiled.
+BATCHES = """
+import json, torch
+from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.models.presets import create_vit
+from fastvit_kernels.runtime.triton import ANY_BATCH
+from fastvit_kernels.tools.aot import Trace, specialisation, tracing
+from fastvit_kernels.tools.resources import TARGETS
+
+class Words(Trace):
+    def wants(self, function, given, options):
+        (counts,) = ANY_BATCH.values()
+        rest = [given[p.name] for p in function.params if p.name not in counts]
+        rest = [str(getattr(x, "dtype", x)) for x in rest if type(x) is not float]
+        words = specialisation(function, given) + str(options)
+        self.launches.append((words, f"{function.__name__} {rest} {options}"))
+        return False
+
+found = {}
+for settings in ({}, dict(drop_path_rate=0.5, drop_path="skip")):
+    with torch.device("meta"):
+        model = create_vit("vit_base_patch16_224", depth=2, **settings)
+    for batch in (256, 250, 199, 1):
+        with tracing(TARGETS["sm_90"], trace := Words()):
+            model_step(model, batch, "bf16", train=True)()
+        found[f"{batch}{'skip' * bool(settings)}"] = trace.launches
+print(json.dumps(found))
+"""
+
+
+def test_the_last_batch_of_an_epoch_compiles_nothing():
+    result = _run("-c", BATCHES)
+    assert result.returncode == 0, result.stderr
+    found = {
+        name: {tuple(each) for each in some} for name, some in json.loads(result.stdout).items()
+    }
+    for kind in ("", "skip"):
+        whole = found[f"256{kind}"]
+        assert found[f"250{kind}"] == found[f"199{kind}"] == whole
+        # One image takes other tiles and routes; what else is new is compiled for a count of one.
+        known = {rest for _, rest in whole}
+        new = [words for words, rest in found[f"1{kind}"] - whole if rest in known]
+        assert all("|True False False" in words for words in new), new
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="what is rejected is the interpreter")

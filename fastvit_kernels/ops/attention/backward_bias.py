@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.gemm import input_precision
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
@@ -73,7 +73,7 @@ def _added_tile(ptr, start_q, start_kv, stride_q, stride_kv, scores, shape: tl.c
     return tl.where(hidden, float("-inf"), finite)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _attention_bwd_bias_kernel(
     dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
     H, T_q, T_kv, bias_heads, num_shared, shared_heads, heads_per_program,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from .samples import Packing, head_rows, packed_rows, row_ptr, sample_of
 from .tiles import (
     Dropout,
@@ -223,7 +223,7 @@ def _one_pass_sample(
             store_dq_sum(sum_ptr, dq[i], scores.scale, H, FORM.D, 0, FORM.BLOCK_D0)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _attention_bwd_one_pass_kernel(
     dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
     cu_seqlens_ptr, num_heads, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_dk_t,

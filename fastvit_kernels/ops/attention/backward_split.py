@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from .samples import (
     Packing,
     head_rows,
@@ -121,7 +121,7 @@ def _dq_query_tile(
     store_head(dq_rows, dq, start_q, T_q, FORM, BLOCK_Q)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _attention_bwd_dq_kernel(
     dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
     cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dq_t,
@@ -242,7 +242,7 @@ def _dkdv_key_tile(
         store_head(dv_rows, dv, start_kv, T_kv, FORM, BLOCK_KV)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _attention_bwd_dkdv_kernel(
     dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
     cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dk_t,

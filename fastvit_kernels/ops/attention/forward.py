@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from .samples import Packing, head_rows, next_tile, packed_rows, row_ptr, sample_of, shown_tiles
 from .tiles import (
     LOG2_E,
@@ -149,7 +149,7 @@ def _fwd_tile(
     store_head(out_rows, acc, start_q, T_q, FORM, BLOCK_Q)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _attention_fwd_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, cu_seqlens_ptr,
     num_heads, H, T_q, T_kv, total, stride_rows_h,

@@ -31,7 +31,7 @@ from ...runtime.arguments import (
 )
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
@@ -57,7 +57,7 @@ def finish_tile(
     samples that row_scale_ptr keeps."""
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
-    y = activate(z, ACTIVATION)
+    y = activate(z, ACTIVATION, y_ptr.dtype.element_ty)
     if HAS_LAYER_SCALE:
         y *= tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
     if HAS_ROW_SCALE:
@@ -73,7 +73,7 @@ def finish_tile(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _epilogue_fwd_kernel(
     y_ptr, z_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, rows_per_sample, stride_residual_m, keep_scale,
@@ -95,7 +95,7 @@ def _epilogue_fwd_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _epilogue_bwd_kernel(
     dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
     M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n, keep_scale,
@@ -127,7 +127,7 @@ def _epilogue_bwd_kernel(
             dz *= keep_scale
         if ACTIVATION != "":
             z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-            act, derivative = activate_and_derivative(z, ACTIVATION)
+            act, derivative = activate_and_derivative(z, ACTIVATION, dz_ptr.dtype.element_ty)
             if WRITE_ACT:
                 tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
             if SUM_DLAYER_SCALE:

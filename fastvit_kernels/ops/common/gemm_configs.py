@@ -47,8 +47,7 @@ class GemmConfig(NamedTuple):
         return operands + staged + (1024 if self.descriptors else 0)
 
 
-# Without subtiles an exact erf spills at 128 x 256, and its derivative beside a rebuilt activation
-# at 128 x 128; with these nothing in the gate does: docs/linear.md. Not yet measured.
+# Not yet measured. What the subtiles are for: docs/linear.md.
 LIBRARY = GemmConfig("library")
 TILE = GemmConfig("triton", 128, 128, 64, 8, 3, subtiles=2)
 NARROW = GemmConfig("triton", 128, 64, 64, 8, 3)
@@ -60,7 +59,7 @@ TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
 SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
 
 # Four parts and 128 registers leave room for two blocks on an SM: one's epilogue runs beside the
-# other's products. At one block (WIDE_TMA) nothing runs beside the epilogue.
+# other's products. At one block (WIDE_TMA) nothing runs beside it.
 TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
 TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
 TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2)
@@ -92,35 +91,8 @@ TMA_ARCHS = ("sm_90", "sm_100")
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
 # saves one pass over (M, N), which weighs less as K grows. Others: the library. Not measured: by
-# the model of docs/compile.md fc2 of ViT-B is 13 % quicker so on sm_80, and 13 % slower on sm_90,
-# where fc2 of ViT-S (K = 1536) and proj of ViT-H (1280) are quicker still.
+# the model of docs/compile.md fc2 of ViT-B is 13 % quicker so on sm_80, 6 % on sm_90.
 TRITON_MAX_K = {"sm_80": 4096, "sm_86": 1024, "sm_89": 1024, "sm_90": 1536}
-
-# Width C -> the configs of fc1 (4C, C), of proj (C, C), of fc2 (C, 4C), each (N, K).
-_SM_80 = {
-    192: (PERSISTENT, NARROW, NARROW),  # ViT-Ti
-    384: (PERSISTENT, PERSISTENT, PERSISTENT),  # ViT-S
-    768: (PERSISTENT, PERSISTENT, PERSISTENT),  # ViT-B
-    1024: (PERSISTENT, PERSISTENT, PERSISTENT),  # ViT-L
-    1280: (PERSISTENT, PERSISTENT, LIBRARY),  # ViT-H
-}
-_SM_90 = {
-    192: (TMA_PAIR, TMA_NARROW, TMA_NARROW),
-    384: (TMA_PAIR, TMA_PAIR, TMA_PAIR),
-    768: (TMA_PAIR, TMA_PAIR, LIBRARY),
-    1024: (TMA_PAIR, TMA_PAIR, LIBRARY),
-    1280: (TMA_PAIR, TMA_PAIR, LIBRARY),
-}
-# (arch, M bucket, N, K, dtype) -> (config, its measurement or "default": not yet measured).
-# M: 64 and 256 images of 197 tokens. Flat loops and specialised warps wait for a measurement:
-# triton 3.6 fails an assertion on warp-specialised loops that it does not understand.
-SHIPPED: dict[tuple[str, int, int, int, str], tuple[GemmConfig, str]] = {
-    (arch, M, N, K, "bf16"): (config, "default")
-    for arch, widths in (("sm_80", _SM_80), ("sm_90", _SM_90))
-    for M in (16384, 65536)
-    for C, configs in widths.items()
-    for (N, K), config in zip(((4 * C, C), (C, C), (C, 4 * C)), configs, strict=True)
-}
 
 
 def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, str]:
@@ -135,10 +107,11 @@ def fwd_config(gpu: Gpu, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConf
 
 
 def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    """The rule for a product that takes the Triton GEMM and is not in SHIPPED."""
+    """The tile of a product that takes the Triton GEMM."""
     by_tma = gpu.arch in TMA_ARCHS
     tile = TILE_FP32 if dtype == "fp32" else TILE
-    few = -(-M // tile.block_m) * -(-N // tile.block_n) < gpu.num_sms
+    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
+    few = tiles < gpu.num_sms
     if dtype == "fp32":
         if few:
             return TMA_SMALL_FP32 if by_tma else SMALL_FP32
@@ -149,12 +122,12 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return TILE_64K
     if 0 < N % 128 <= 64:  # a last column of 128 would be half empty
         return TMA_NARROW if by_tma else NARROW
+    if gpu.arch == "sm_90" and N % 256 == 0 and tiles >= 2 * gpu.num_sms:
+        return WIDE_TMA  # by the model: less is read from L2
     return TMA_PAIR if by_tma else PERSISTENT
 
 
 def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    if (entry := SHIPPED.get((gpu.arch, M, N, K, dtype))) is not None:
-        return entry[0]
     if dtype == "fp32" or TRITON_MAX_K.get(gpu.arch, 0) < K:
         return LIBRARY
     return triton_tile(gpu, M, N, K, dtype)

@@ -38,7 +38,7 @@ from ...runtime.gluon import (
     put,
     store_wait,
 )
-from ...runtime.triton import bind_launch, constant
+from ...runtime.triton import ANY_BATCH, bind_launch, constant
 from .activation import activate, activate_and_derivative
 from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
 
@@ -96,7 +96,7 @@ def _end(
     if more is not None:
         given = buffer.load(layout)
     if HIDDEN:
-        act, derivative = activate_and_derivative(given.to(gl.float32), ACTIVATION)
+        act, derivative = activate_and_derivative(given.to(gl.float32), ACTIVATION, out.dtype)
         if other is not None:
             _pass_out(act, other, [row, column], buffer)
             store_wait(0)
@@ -112,7 +112,7 @@ def _end(
             if other is not None:
                 _pass_out(low, other, [row, column], buffer)
                 store_wait(0)
-            acc = activate(low.to(gl.float32), ACTIVATION)  # of the bits that are saved
+            acc = activate(low.to(gl.float32), ACTIVATION, out.dtype)  # of the bits that are saved
         if layer_scale_ptr is not None:
             scale = gl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0)
             acc *= scale.to(gl.float32)[None, :]
@@ -216,12 +216,13 @@ def _barriers(COUNT: gl.constexpr):
     return made
 
 
-@gluon.jit
+@gluon.jit(**ANY_BATCH)
 def _pingpong_kernel(
-    out, other, x, weight, more, pointers, sizes, rows_per_sample,
+    out, other, x, weight, more, pointers, M, N, K, rows_per_sample,
     B_K_LAST: gl.constexpr, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr, STAGES: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
+    sizes = M, N, K
     tiles = _buffers(x, STAGES), _buffers(weight, STAGES), _buffers(out, 2 * PARTS)
     barriers = _barriers(STAGES), _barriers(STAGES), _barriers(2), _barriers(2)
     fence()  # TMA counts bytes at them
@@ -286,5 +287,5 @@ def pingpong_launch(
     launch(
         _map(out, M, N, N, part), _map(other, M, N, N, part),
         _map(a, M, K, a.stride(0), (config.block_m, config.block_k)), b_map,
-        _map(more, M, N, stride_more, part), pointers, (M, N, K), rows_per_sample,
+        _map(more, M, N, stride_more, part), pointers, M, N, K, rows_per_sample,
     )  # fmt: skip

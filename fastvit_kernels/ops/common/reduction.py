@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 
 # One program sums BLOCK_R x BLOCK_N tiles down a row range. Partials of another kernel, up to
 # ONE_STAGE_ROWS of them, take one launch: narrow tiles, so that there are programs enough. Not yet
@@ -26,7 +26,7 @@ MIN_ROWS_PER_SPLIT = 256
 ONE_STAGE_ROWS = 2560  # 8 programs on each of up to 320 multiprocessors
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _column_sum_kernel(
     out_ptr, x_ptr, num_rows, N, rows_per_split, stride_x_row,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...runtime.arguments import contiguous
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 
 NORMS = ("layer_norm", "rms_norm")
 MAX_D = 1024  # a head is held in the registers of one program
@@ -193,7 +193,7 @@ def _rotate_rows(
     _store_pairs(out_ptrs, a, b, mask_row, D, R, INTERLEAVED, BLOCK_P)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _rope_fwd_kernel(
     q_out_ptr, k_out_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
@@ -291,7 +291,7 @@ def _normed_rows_bwd(
         _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, D, R, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _rope_norm_bwd_kernel(
     dq_ptr, dk_ptr, partial_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
     q_weight_ptr, k_weight_ptr,

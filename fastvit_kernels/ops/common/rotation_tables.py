@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from .reduction import column_sum
 from .rotation import (
     BWD_PAIRS,
@@ -91,7 +91,7 @@ def _shared_rows_bwd(
     return dcos_a, dcos_b, dsin_a, dsin_b
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _rope_tables_bwd_kernel(
     dq_ptr, dk_ptr, dtables_ptr, partial_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr,
     cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,

@@ -23,7 +23,7 @@ from ...runtime.arguments import check_int, check_probability, empty
 from ...runtime.compat import needs_dispatcher
 from ...runtime.dispatch import choose_route
 from ...runtime.operator import EAGER, REGISTERED, operator
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 
 DropPathMode = Literal["mask", "skip"]
 
@@ -67,7 +67,7 @@ def keep_samples(B: int, rate: float, device: torch.device | str | None = None) 
     return torch.cat((order[:kept], place))
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _place_samples_kernel(samples_ptr, order_ptr, num_kept, B, BLOCK_B: tl.constexpr):
     # Program i writes the places of a tile of the order, and its kept samples.
     offs = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -134,7 +134,7 @@ def compact_rows(samples_ptr, num_kept, offs_row, mask_row, rows_per_sample):
     return rows, mask_row & (place < num_kept)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _pass_dropped_kernel(
     y_ptr, residual_ptr, samples_ptr, num_kept, rows_per_sample, N, stride_residual_m,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,

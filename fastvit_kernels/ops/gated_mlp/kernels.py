@@ -24,7 +24,7 @@ from torch import Tensor
 from ...runtime.arguments import Layout, contiguous, empty_strided, layout
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.activation import activate, activate_and_derivative
 from ..common.rows import NormConfig, block_width
 
@@ -60,7 +60,7 @@ BWD_TABLE = ConfigTable(
 )
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _gate_fwd_kernel(
     hidden_ptr, gate_ptr, value_ptr,
     M, F, stride_z_m, gate_column, value_column,
@@ -74,12 +74,13 @@ def _gate_fwd_kernel(
     offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
     gate = tl.load(gate_ptr + (offs + gate_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
     value = tl.load(value_ptr + (offs + value_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
-    hidden = activate(gate, ACTIVATION) * value
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    hidden = activate(gate, ACTIVATION, dtype) * value
     hidden_ptrs = hidden_ptr + (offs_m[:, None] * F + offs_f[None, :])
-    tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
+    tl.store(hidden_ptrs, hidden.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _gate_bwd_kernel(
     dz_ptr, hidden_ptr, partial_ptr, dhidden_ptr, gate_ptr, value_ptr,
     M, F, rows_per_split, stride_z_m, gate_column, value_column,
@@ -95,6 +96,7 @@ def _gate_bwd_kernel(
     mask_f = offs_f < F
     first = tl.program_id(1).to(tl.int64) * rows_per_split
     last = tl.minimum(first + rows_per_split, M)
+    dz_dtype: tl.constexpr = dz_ptr.dtype.element_ty
     sum_dgate = tl.zeros((BLOCK_R, BLOCK_F), dtype=tl.float32)
     sum_dvalue = tl.zeros((BLOCK_R, BLOCK_F), dtype=tl.float32)
     for row in range(first, last, BLOCK_R):
@@ -105,13 +107,12 @@ def _gate_bwd_kernel(
         value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
         offs = offs_m[:, None] * F + offs_f[None, :]
         dhidden = tl.load(dhidden_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        act, derivative = activate_and_derivative(gate, ACTIVATION)
+        act, derivative = activate_and_derivative(gate, ACTIVATION, dz_dtype)
         if WRITE_HIDDEN:
             hidden = (act * value).to(hidden_ptr.dtype.element_ty)
             tl.store(hidden_ptr + offs, hidden, mask=mask)
         dgate, dvalue = dhidden * value * derivative, dhidden * act
         offs = offs_m[:, None] * stride_dz_m + offs_f[None, :]
-        dz_dtype: tl.constexpr = dz_ptr.dtype.element_ty
         tl.store(dz_ptr + (offs + dgate_column), dgate.to(dz_dtype), mask=mask)
         tl.store(dz_ptr + (offs + dvalue_column), dvalue.to(dz_dtype), mask=mask)
         if SUM_DZ:
@@ -123,7 +124,7 @@ def _gate_bwd_kernel(
         tl.store(partial_ptrs + dvalue_column, tl.sum(sum_dvalue, axis=0), mask=mask_f)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _gate_norm_fwd_kernel(
     normed_ptr, stats_ptr, gate_ptr, value_ptr, weight_ptr, bias_ptr,
     M, F, stride_z_m, gate_column, value_column, eps,
@@ -139,7 +140,8 @@ def _gate_norm_fwd_kernel(
     gate = tl.load(gate_ptr + (offs + gate_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
     value = tl.load(value_ptr + (offs + value_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + offs_f, mask=mask_f, other=0.0).to(tl.float32)
-    hidden = activate(gate, ACTIVATION) * value
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    hidden = activate(gate, ACTIVATION, dtype) * value
     mean = tl.sum(hidden, axis=1) / F
     # Second pass: otherwise a constant row's rounding error shows up as variance.
     mean += tl.sum(tl.where(mask, hidden - mean[:, None], 0.0), axis=1) / F
@@ -151,10 +153,10 @@ def _gate_norm_fwd_kernel(
     tl.store(stats_ptr + offs_m, mean, mask=mask_m)  # [mean (M) | rstd (M)]
     tl.store(stats_ptr + M + offs_m, rstd, mask=mask_m)
     normed_ptrs = normed_ptr + (offs_m[:, None] * F + offs_f[None, :])
-    tl.store(normed_ptrs, normed.to(normed_ptr.dtype.element_ty), mask=mask)
+    tl.store(normed_ptrs, normed.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _gate_norm_bwd_kernel(
     dz_ptr, normed_ptr, partial_ptr, dnormed_ptr, gate_ptr, value_ptr, weight_ptr, bias_ptr,
     stats_ptr, M, F, stride_z_m, gate_column, value_column,
@@ -171,6 +173,7 @@ def _gate_norm_bwd_kernel(
     offs_f = tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
     weight = tl.load(weight_ptr + offs_f, mask=mask_f, other=0.0).to(tl.float32)[None, :]
+    dz_dtype: tl.constexpr = dz_ptr.dtype.element_ty
     sum_dgate = tl.zeros((BLOCK_ROWS, BLOCK_F), dtype=tl.float32)
     sum_dvalue = tl.zeros((BLOCK_ROWS, BLOCK_F), dtype=tl.float32)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_F), dtype=tl.float32)
@@ -186,7 +189,7 @@ def _gate_norm_bwd_kernel(
         dnormed = tl.load(dnormed_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + offs_m, mask=mask_m, other=0.0)
         rstd = tl.load(stats_ptr + M + offs_m, mask=mask_m, other=0.0)
-        act, derivative = activate_and_derivative(gate, ACTIVATION)
+        act, derivative = activate_and_derivative(gate, ACTIVATION, dz_dtype)
         xhat = (act * value - mean[:, None]) * rstd[:, None]  # past F it meets a dnormed of 0
         if WRITE_NORMED:
             normed = xhat * weight
@@ -205,13 +208,12 @@ def _gate_norm_bwd_kernel(
             value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
             offs = offs_m[:, None] * F + offs_f[None, :]
             dnormed = tl.load(dnormed_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-            act, derivative = activate_and_derivative(gate, ACTIVATION)
+            act, derivative = activate_and_derivative(gate, ACTIVATION, dz_dtype)
             xhat = (act * value - mean[:, None]) * rstd[:, None]
             g = dnormed * weight
         dhidden = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
         dgate, dvalue = dhidden * value * derivative, dhidden * act
         offs = offs_m[:, None] * stride_dz_m + offs_f[None, :]
-        dz_dtype: tl.constexpr = dz_ptr.dtype.element_ty
         tl.store(dz_ptr + (offs + dgate_column), dgate.to(dz_dtype), mask=mask)
         tl.store(dz_ptr + (offs + dvalue_column), dvalue.to(dz_dtype), mask=mask)
         sum_dgate += dgate

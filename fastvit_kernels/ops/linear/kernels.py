@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from ..common.epilogue import finish_tile
 from ..common.gemm import column_halves, grouped_tile, tile_operands, tile_product
 
@@ -42,7 +42,7 @@ def _linear_epilogue(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _linear_fwd_kernel(
     y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, K, rows_per_sample,

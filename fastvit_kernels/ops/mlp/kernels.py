@@ -5,7 +5,7 @@ Forward is twice that of `linear`. Formulas: functions.py.
 
 from __future__ import annotations
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from ..common.activation import activate_and_derivative
 from ..common.gemm import column_halves, grouped_tile, tile_operands, tile_product
 
@@ -31,7 +31,7 @@ def _hidden_epilogue(
         mask = (offs_m < M)[:, None] & mask_f[None, :]
         offs = offs_m[:, None] * F + offs_f[None, :]
         z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        act, derivative = activate_and_derivative(z, ACTIVATION)
+        act, derivative = activate_and_derivative(z, ACTIVATION, dz_ptr.dtype.element_ty)
         if WRITE_ACT:
             tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
         dz = dact * derivative
@@ -41,7 +41,7 @@ def _hidden_epilogue(
             tl.store(partial_ptr + offs_f, partial, mask=mask_f)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _mlp_bwd_hidden_kernel(
     dz_ptr, act_ptr, partial_ptr, d_ptr, weight_ptr, z_ptr,
     M, F, N, stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,

@@ -24,7 +24,7 @@ from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
 from ...runtime.operator import operator
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.activation import activate
 from ..common.epilogue import epilogue_arguments
 from ..common.gemm import input_precision
@@ -162,7 +162,7 @@ def _finish_transposed(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _narrow_mlp_fwd_kernel(
     y_ptr, x_ptr, fc1_weight_ptr, fc1_bias_ptr, fc2_weight_ptr, fc2_bias_ptr,
     layer_scale_ptr, row_scale_ptr, residual_ptr, M, C, F, N, rows_per_sample,
@@ -221,7 +221,7 @@ def _narrow_mlp_fwd_kernel(
         if HAS_FC1_BIAS:
             fc1_bias = tl.load(fc1_bias_ptr + offs_before, mask=offs_before < F, other=0.0)
             z += fc1_bias.to(tl.float32)[:, None]
-        act = activate(z.to(dtype).to(tl.float32), ACTIVATION)
+        act = activate(z.to(dtype).to(tl.float32), ACTIVATION, dtype)
         if not EVEN_F:
             act = tl.where((offs_before < F)[:, None], act, 0.0)  # 0 * inf is NaN
         act = act.to(dtype)

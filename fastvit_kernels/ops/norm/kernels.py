@@ -5,12 +5,12 @@ A program holds whole rows: common/rows.py. Formulas: functions.py.
 
 from __future__ import annotations
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from ..common.rows import load_rows, rows_to_hand_over
 from ..common.samples import compact_rows, stream_rows
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _norm_fwd_kernel(
     y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr, residual_ptr,
     num_rows, C, rows_per_sample, stride_x_row, stride_residual_row, eps,
@@ -58,7 +58,7 @@ def _norm_fwd_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(**ANY_BATCH)
 def _norm_bwd_kernel(
     dx_ptr, d_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr, row_scale_ptr,
     samples_ptr, num_rows, C, rows_per_sample, num_kept, num_kept_of_d,

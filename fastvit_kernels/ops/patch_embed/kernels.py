@@ -7,7 +7,7 @@ frames (PATCH_T is None), a video's patch has PATCH_T of them. Derivation: docs/
 
 from __future__ import annotations
 
-from ...runtime.triton import tl, triton
+from ...runtime.triton import ANY_BATCH, tl, triton
 from .pixels import (
     Images,
     fenced,
@@ -21,7 +21,7 @@ from .pixels import (
 
 
 # Sizes of the patch grid are never special: another image size needs no other kernel.
-@triton.jit(do_not_specialize=["T", "num_patches", "grid_h", "grid_w"])
+@triton.jit(do_not_specialize=["T", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_fwd_kernel(
     out_ptr, images_ptr, weight_ptr, bias_ptr, prefix_ptr, pos_ptr, keep_ptr,
     num_rows, T, C, num_prefix, pos_start, num_patches, grid_h, grid_w,
@@ -104,7 +104,7 @@ def _patch_embed_fwd_kernel(
     tl.store(out_ptrs, out, mask=mask_n[:, None] & mask_m[None, :])
 
 
-@triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"])
+@triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_bwd_weight_kernel(
     dweight_ptr, dout_ptr, images_ptr, keep_ptr,
     num_rows, rows_per_split, C, num_prefix, rows_per_image, num_patches, grid_h, grid_w,
@@ -173,7 +173,7 @@ def _patch_embed_bwd_weight_kernel(
         tl.store(dweight_ptrs, dweight, mask=mask_n[:, None] & mask_k[None, :])
 
 
-@triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"])
+@triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_bwd_images_kernel(
     dimages_ptr, dout_ptr, weight_ptr, keep_ptr,
     num_rows, rows_per_image, C, num_prefix, num_patches, grid_h, grid_w,
@@ -219,7 +219,7 @@ def _patch_embed_bwd_images_kernel(
     tl.store(dimages_ptrs, store, mask=mask_k[:, None] & mask_m[None, :])
 
 
-@triton.jit(do_not_specialize=["B", "num_kept", "num_patches"])
+@triton.jit(do_not_specialize=["num_patches"], **ANY_BATCH)
 def _patch_embed_slots_kernel(
     slots_ptr, keep_ptr, B, num_kept, num_patches, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr
 ):
@@ -235,7 +235,7 @@ def _patch_embed_slots_kernel(
     tl.store(slots_ptr + offs_p.to(tl.int64) * B + b, slots, mask=offs_p < num_patches)
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["T"], **ANY_BATCH)
 def _patch_embed_bwd_kept_kernel(
     dtoken_ptr, dout_ptr, slots_ptr, B, T, C, num_prefix,
     BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,

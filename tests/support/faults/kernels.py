@@ -555,6 +555,10 @@ REDUCTION = [
         "rows_per_split, x.stride(0))", "rows_per_split, N)",
     ),
     Fault(
+        "batch-compiled-again", "runtime/triton.py", "", "another number of rows is another kernel",
+        "B M num_rows", "B num_rows", only=("tools/test_aot.py",),
+    ),
+    Fault(
         "bound-out-of-order", "runtime/triton.py", "bind_launch",
         "constexprs bound in the order of the alphabet",
         "for name in constexprs)", "for name in sorted(constexprs))",
@@ -565,15 +569,27 @@ ACTIVATION = [
     Fault(
         "gelu-value-tanh", "ops/common/activation.py", "activate",
         "exact GELU computed as the tanh kind, forward",
-        "return z * _normal_cdf(z)", "return z * _sigmoid(2.0 * _tanh_argument(z))",
+        "return z * _normal(z, DTYPE)[0]", "return z * _sigmoid(2.0 * _tanh_argument(z), DTYPE)[0]",
         only=("ops/test_linear.py",),
     ),
     Fault(
         "gelu-slope-tanh", "ops/common/activation.py", "activate_and_derivative",
         "dGELU of the tanh kind under the exact GELU",
-        "return z * cdf, cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)",
-        "s, slope = _sigmoid_and_slope(2.0 * _tanh_argument(z))\n"
+        "return z * cdf, cdf + z * 0.3989422804014327 * density",
+        "s, slope = _sigmoid_and_slope(2.0 * _tanh_argument(z), DTYPE)\n"
         "        return z * cdf, s + slope * 1.5957691216 * (1.0 + 0.134145 * z * z) * z",
+    ),
+    Fault(
+        "gelu-fp32-fit", "ops/common/activation.py", "_normal", "fp32 takes the fit for 16 bits",
+        "DTYPE.primitive_bitwidth == 16", "True",
+    ),
+    Fault(
+        "gelu-fit-far", "ops/common/activation.py", "_normal", "the fit is off in its tail",
+        "0.14 * far", "0.13 * far",
+    ),
+    Fault(
+        "gelu-fit-near", "ops/common/activation.py", "_normal", "the fit is off near 0",
+        "0.1367399", "0.1367999",
     ),
     Fault(
         "quick-gelu-slope", "ops/common/activation.py", "activate_and_derivative",
