@@ -449,7 +449,7 @@ class Error(NamedTuple):
 
 
 ERRORS = {
-    "ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rcp": Error(1, "ulp"),
+    "ex2": Error(2.0, "ulp"), "div": Error(2.0, "ulp"), "rcp": Error(1.0, "ulp"),
     "sqrt": Error(2**-23, "relative"), "rsqrt": Error(2**-22.9, "relative"),
     "tanh": Error(2**-11, "relative"),
     "sin": Error(2**-20.5, "absolute"), "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
@@ -462,7 +462,7 @@ def off_by(exact: Array, error: Error, bits: Array) -> Array:
     argument's bits. Zeros, infinities and NaN stay: PTX lists them."""
     part = (bits * np.uint32(0x9E3779B1)).view(S32) * 2.0**-31
     if error.of == "ulp":
-        size = np.ldexp(error.size, np.frexp(exact)[1] - 24)
+        size = np.ldexp(float(error.size), np.frexp(exact)[1] - 24)
     elif error.of == "relative":
         size = error.size * np.abs(exact)
     else:
