@@ -449,7 +449,7 @@ class Error(NamedTuple):
 
 
 ERRORS = {
-    "ex2": Error(2.0, "ulp"), "div": Error(2.0, "ulp"), "rcp": Error(1.0, "ulp"),
+    "ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rcp": Error(1, "ulp"),
     "sqrt": Error(2**-23, "relative"), "rsqrt": Error(2**-22.9, "relative"),
     "tanh": Error(2**-11, "relative"),
     "sin": Error(2**-20.5, "absolute"), "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
