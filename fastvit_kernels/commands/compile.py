@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from ..runtime.backend import gpu
-from ..tools.aot import CompileError, Share, compile_step
-from ..tools.resources import TARGETS, Kernel
+from ..tools.aot import TARGETS, CompileError, Kernel, Share, compile_step
 from . import options
 from .console import CommandError, aligned
 from .models import fused_model, input_shape, run_step
@@ -90,17 +89,8 @@ def _compile(args: argparse.Namespace) -> dict[str, list[Kernel]]:
     return {arch: compile_step(step, TARGETS[arch]) for arch in archs}
 
 
-HEADER = (
-    "kernel", "config", "pointers", "registers", "spills", "shared", "warps/SM", "tensor cores",
-    "async copies", "compile s",
-)  # fmt: skip
-
-
 def _cells(k: Kernel) -> tuple[str, ...]:
-    warps = "-" if k.warps_per_sm is None else str(k.warps_per_sm)
-    figures = (str(k.registers), str(k.spills), str(k.shared), warps)
-    names = (k.tensor_cores or "-", k.copies or "-")
-    return (k.kernel, k.config, k.dtypes, *figures, *names, f"{k.seconds:.2f}")
+    return k.kernel, k.config, k.dtypes, str(k.shared), f"{k.seconds:.2f}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,9 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for arch, kernels in compiled.items():
         what = "training" if args.train else "inference"
-        print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}; a block may have")
-        print(f"{TARGETS[arch].shared_limit} bytes of shared memory\n")
-        print(aligned([HEADER, *map(_cells, kernels)]), end="\n\n")
-    problems = [text for kernels in compiled.values() for k in kernels for text in k.problems()]
-    print(*problems, sep="\n", end="\n" if problems else "")
+        print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}\n")
+        header = ("kernel", "config", "pointers", "shared bytes", "compile s")
+        print(aligned([header, *map(_cells, kernels)]), end="\n\n")
     return 0

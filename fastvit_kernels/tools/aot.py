@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,11 +23,57 @@ from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from ..runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
 from ..runtime.operator import LAUNCHERS
 from ..runtime.triton import HAS_TRITON, triton
-from .resources import TARGETS, Kernel, Target, inspect
+
+
+class Target(NamedTuple):
+    """A GPU to compile for."""
+
+    name: str
+    num_sms: int  # of the GPU named beside it in TARGETS; it sets grids, not code
+    shared_limit: int  # bytes a block: CUDA C++ programming guide, "Technical specifications"
+
+    @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("gfx")
+
+    def triton_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        if self.is_amd:
+            return GPUTarget("hip", self.name, 64)
+        return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
+
+
+KB = 1024
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", 108, 163 * KB),  # A100
+        Target("sm_86", 82, 99 * KB),  # RTX 3090
+        Target("sm_89", 128, 99 * KB),  # RTX 4090
+        Target("sm_90", 132, 227 * KB),  # H100, H200
+        Target("sm_100", 148, 227 * KB),  # B200
+        Target("sm_120", 170, 99 * KB),  # RTX 5090
+        Target("gfx942", 304, 64 * KB),  # MI300X
+    )
+}
 
 
 class CompileError(RuntimeError):
     """A kernel that Triton cannot compile for a target; the message names both."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled specialisation."""
+
+    kernel: str  # "layer_norm_fwd"
+    config: str  # "BLOCK_ROWS=2 BLOCK_C=1024 HAS_BIAS w4 s3"
+    dtypes: str  # of the pointers, "bf16,fp32"
+    arch: str
+    shared: int  # bytes a block
+    seconds: float  # to compile, 0 from the cache
+    key: str  # Triton's cache key
 
 
 class Launch(NamedTuple):
@@ -150,6 +197,20 @@ class _RunLaunchers(TorchDispatchMode):
             return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
 
 
+def _label(compiled: Any) -> tuple[str, str]:
+    """Constexprs and options in one line, and the dtypes of the pointers in argument order."""
+    source = compiled.src
+    words = []
+    for parameter in source.fn.params:
+        value = source.constants.get((parameter.num,))
+        if not parameter.is_constexpr or value is None or value is False or value == "":
+            continue
+        words.append(parameter.name if value is True else f"{parameter.name}={value}")
+    words += [f"w{compiled.metadata.num_warps}", f"s{compiled.metadata.num_stages}"]
+    pointers = [k for k in source.signature.values() if isinstance(k, str) and k.startswith("*")]
+    return " ".join(words), ",".join(dict.fromkeys(kind[1:] for kind in pointers))
+
+
 @contextmanager
 def tracing(target: Target, trace: Trace) -> Iterator[None]:
     """Inside, tensors are fake, and what would be launched on `target` joins the trace.
@@ -186,7 +247,9 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
             name = self.fn.__name__
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
-            seen[compiled.hash] = inspect(compiled, target, sum(timings))
+            name = compiled.metadata.name.removeprefix("_").removesuffix("_kernel")
+            facts = target.name, compiled.metadata.shared, sum(timings), compiled.hash
+            seen[compiled.hash] = Kernel(name, *_label(compiled), *facts)
         sizes: Any = grid(given.arguments) if callable(grid) else grid
         launch = Launch(seen[compiled.hash], compiled, tuple(sizes), dict(given.arguments))
         trace.launched(launch)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastvit_kernels.commands import options
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.tools.resources import GATED, TARGETS
+from fastvit_kernels.tools.aot import TARGETS
 
 from .device.kernels import KINDS, PRECISIONS, run_device
 from .device.left_out import run_left_out
@@ -20,6 +20,7 @@ from .gate import TABLE, run_gate
 from .loop_model import ROOFS
 from .rank import TOKENS, run_rank
 from .ranking import SIZES
+from .resources import GATED
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastvit_kernels.tools.resources import Kernel
-
 from . import sass
 from .faults import faults
 from .launches import Launch
@@ -24,6 +22,7 @@ from .loop_model import (
     work,
 )
 from .machine_code import Code
+from .resources import Kernel
 from .useful import longest_walk, useful_products
 
 

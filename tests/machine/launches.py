@@ -20,10 +20,10 @@ from torch import Tensor
 
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import specialisation, tensor_bytes
-from fastvit_kernels.tools.resources import Kernel, Target, num_warps
+from fastvit_kernels.tools.aot import Target, specialisation, tensor_bytes
 
 from .machine_code import Code, keep_remarks
+from .resources import Kernel, inspect, num_warps
 
 
 class Launch(NamedTuple):
@@ -60,7 +60,7 @@ class Trace(aot.Trace):
         self.torch_calls: list[LibraryCall] = []
         self.digests: set[str] = set()  # of what was compiled
         self.known: set[str] = set()
-        self._codes: dict[str, Code] = {}
+        self._read: dict[str, tuple[Kernel, Code | None]] = {}  # by key
 
     def wants(self, function: Any, given: dict[str, Any], options: dict[str, Any]) -> bool:
         words = f"{specialisation(function, given, sources)}|{options}"
@@ -76,11 +76,11 @@ class Trace(aot.Trace):
         return compiled
 
     def launched(self, launch: aot.Launch) -> None:
-        code = None
-        if not self.target.is_amd:
-            made = Code(launch.compiled, num_warps(launch.compiled))
-            code = self._codes.setdefault(launch.kernel.key, made)
-        self.launches.append(_launch(launch, code))
+        compiled, kernel = launch.compiled, launch.kernel
+        if kernel.key not in self._read:
+            code = None if self.target.is_amd else Code(compiled, num_warps(compiled))
+            self._read[kernel.key] = inspect(compiled, self.target, kernel), code
+        self.launches.append(_launch(launch, *self._read[kernel.key]))
 
     def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
         if (call := _library_call(func, args, result)) is not None:
@@ -103,7 +103,7 @@ def trace_step(step: Callable[[], Any], target: Target, skip: Container[str] = (
     return trace
 
 
-def _launch(launch: aot.Launch, code: Code | None) -> Launch:
+def _launch(launch: aot.Launch, kernel: Kernel, code: Code | None) -> Launch:
     given = launch.arguments
     integers: list[int | None] = []
     tensors: list[Tensor] = []
@@ -126,7 +126,7 @@ def _launch(launch: aot.Launch, code: Code | None) -> Launch:
         name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()
     }
     moved = sum(map(tensor_bytes, tensors))
-    return Launch(launch.kernel, code, launch.grid, arguments, tuple(integers), moved)
+    return Launch(kernel, code, launch.grid, arguments, tuple(integers), moved)
 
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand

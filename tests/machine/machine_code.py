@@ -13,10 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fastvit_kernels.tools.resources import printed_by
-
 from . import sass
 from .ptx import Ptx
+from .resources import printed_by
 
 
 @dataclass(eq=False)

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fastvit_kernels.tools.resources import GATED, TARGETS
+from fastvit_kernels.tools.aot import TARGETS
 
 from .examine import Examined
+from .resources import GATED
 
 Key = tuple[str, str, str, str]  # arch, kernel, config, pointers
 COLUMNS = (

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools.aot import specialisation
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS, specialisation
 from tests.machine import __main__ as command
 from tests.machine import gate
 from tests.machine.examine import Examined

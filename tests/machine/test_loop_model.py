@@ -10,7 +10,7 @@ import torch
 
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS
 from tests.machine import faults, sass
 from tests.machine.loop_model import (
     BARRIER,

@@ -32,7 +32,7 @@ import json, sys, torch
 from pathlib import Path
 from tests.machine.peers import _load, best_of_autotuned
 from tests.machine.launches import tracing
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS
 
 kernel = _load(Path(sys.argv[1])).chain_kernel
 with tracing(TARGETS["sm_90"]) as trace, best_of_autotuned(trace):

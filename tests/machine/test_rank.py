@@ -18,7 +18,7 @@ PROGRAM = """
 import json
 from tests.machine.rank import Job, _rank
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.tools import resources
+from tests.machine import resources
 
 read, usage = [], resources._nvidia_usage
 resources._nvidia_usage = lambda cubin: read.append(cubin) or usage(cubin)

@@ -25,7 +25,7 @@ from numerics import DEVICE, assert_accurate, rand
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS
 from tests.check import all_configs
 from tests.check.config_cases import config_cases
 from tests.machine.ptx import Ptx
@@ -250,11 +250,11 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 import fastvit_kernels as fk
-from fastvit_kernels.tools import aot, resources
+from fastvit_kernels.tools import aot
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.configs import TABLES, forced, recording
 
-out, target = Path(sys.argv[1]), resources.TARGETS["sm_90"]
+out, target = Path(sys.argv[1]), aot.TARGETS["sm_90"]
 bf16 = torch.bfloat16
 
 kept = {}
@@ -265,7 +265,7 @@ def keep(compiled, *_):
         name = f"{len(kept):03d}-{compiled.metadata.name}"
         for kind in ("ttir", "ttgir", "ptx"):
             (out / f"{name}.{kind}").write_text(compiled.asm.get(kind, ""))  # no ttir of Gluon
-        config, dtypes = resources._label(compiled)
+        config, dtypes = aot._label(compiled)
         (out / f"{name}.label").write_text(f"{config}; {dtypes}\\n{compiled.metadata.shared}")
         kept[compiled.hash] = SimpleNamespace(key=compiled.hash)
     return kept[compiled.hash]

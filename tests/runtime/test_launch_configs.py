@@ -15,8 +15,7 @@ from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
-from fastvit_kernels.tools.aot import Trace, _RunLaunchers
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS, Trace, _RunLaunchers
 from tests.check.all_configs import launches_left_out
 
 

@@ -4,19 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
-from fastvit_kernels.tools.resources import TARGETS, Kernel, _warps_per_sm
-
-KERNEL = Kernel(
-    kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
-    spills=0, shared=98304, shared_limit=TARGETS["sm_90"].shared_limit, warps_per_sm=16,
-    tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async", seconds=0.5, key="k",
-)  # fmt: skip
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,8 +21,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 STEP = """
 import json, torch
 from dataclasses import asdict
-from fastvit_kernels.tools.aot import Share, compile_step
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS, Share, compile_step
 from fastvit_kernels.ops.norm.functions import layer_norm
 from fastvit_kernels.ops.mlp.narrow import narrow_mlp_fwd
 from fastvit_kernels.runtime.compat import active_driver
@@ -84,8 +75,7 @@ def steps():
 def test_aot_compiles_what_a_step_launches(steps):
     assert [k["kernel"] for k in steps["plain"]] == ["norm_fwd", "norm_bwd", "column_sum"]
     for kernel in steps["plain"]:
-        assert 16 <= kernel["registers"] <= 255 and kernel["arch"] == "sm_90"
-        assert 0 < kernel["shared"] <= kernel["shared_limit"]
+        assert kernel["arch"] == "sm_90" and 0 < kernel["shared"] <= 227 * 1024
     assert [k["kernel"] for k in steps["elsewhere"]] == [k["kernel"] for k in steps["plain"]]
     assert {k["arch"] for k in steps["elsewhere"]} == {"sm_80"}
     assert not {k["key"] for k in steps["elsewhere"]} & {k["key"] for k in steps["plain"]}
@@ -107,8 +97,7 @@ import torch
 import torch.nn.functional as F
 from triton import knobs
 from triton.runtime.driver import driver
-from fastvit_kernels.tools.aot import compile_step
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS, compile_step
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.commands.compile import model_step
 from fastvit_kernels.models.presets import create_vit
@@ -154,7 +143,6 @@ def test_compile_command_gives_the_kernels_of_a_model():
     kernels = json.loads(result.stdout)
     names = {k["kernel"] for k in kernels}
     assert "norm_fwd" in names and not any("bwd" in name for name in names)
-    assert all("wgmma" in k["tensor_cores"] for k in kernels if k["needs_tensor_cores"])
 
 
 def test_processes_share_the_kernels_of_a_step(steps):
@@ -169,8 +157,7 @@ import json, torch
 from fastvit_kernels.commands.compile import model_step
 from fastvit_kernels.models.presets import create_vit
 from fastvit_kernels.runtime.triton import ANY_BATCH
-from fastvit_kernels.tools.aot import Trace, specialisation, tracing
-from fastvit_kernels.tools.resources import TARGETS
+from fastvit_kernels.tools.aot import TARGETS, Trace, specialisation, tracing
 
 class Words(Trace):
     def wants(self, function, given, options):
@@ -217,38 +204,3 @@ def test_the_last_batch_of_an_epoch_compiles_nothing():
 def test_compile_command_rejects(capsys, words, message):
     assert cli.main(["compile", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(shared=232449), "232449 bytes of shared memory, a block has 232448"),
-        (dict(spills=8), "spills 8 bytes"),
-        (dict(tensor_cores="mma"), "multiplies 16-bit tiles without wgmma"),
-        (dict(arch="sm_80", tensor_cores="mma"), None),
-        (dict(arch="sm_120", spills=8), None),  # in the table, not refused
-        (dict(tensor_cores="", needs_tensor_cores=False), None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_what_no_kernel_may_do(change, message):
-    problems = list(replace(KERNEL, **change).problems())
-    assert len(problems) == (message is not None)
-    name = "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]"
-    assert message is None or problems[0].startswith(f"{name}: {message}")
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "num_warps", "warps"),
-    [
-        (255, 0, 8, 8),  # 255 registers are allocated as 256: 65536 / 256 threads
-        (128, 0, 4, 16),
-        (32, 0, 4, 64),
-        (32, 0, 1, 32),  # by blocks
-        (32, 113 * 1024, 4, 8),  # two blocks of 113 + 1 KB in 228
-        (32, 114 * 1024, 4, 4),
-    ],
-)
-def test_warps_per_sm(registers, shared, num_warps, warps):
-    assert _warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps

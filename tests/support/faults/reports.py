@@ -422,12 +422,6 @@ FAULTS: list[Fault] = [
         only=("machine/test_rank.py::test_a_row_of_a_ranking_sums_its_kernels",),
     ),
     Fault(
-        "report-compile-problems", COMPILE, "", "broken rules are not printed",
-        'print(*problems, sep="\\n", end="\\n" if problems else "")\n    return 0',
-        "return 0",
-        only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
-    ),
-    Fault(
         "report-compile-infer", COMPILE, "", "--infer ignored",
         "train=args.train)", "train=True)",
         only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
@@ -625,9 +619,9 @@ FAULTS += [  # what tools say of kernels
         '((), ("0",))', "((),)", only=_model("copies_are_fenced_before_a_product_reads_them"),
     ),
     Fault(
-        "gate-shared", "tools/resources.py", "", "a block may take 1 KB more than there is",
+        "gate-shared", "tools/aot.py", "", "a block may take 1 KB more than there is",
         'Target("sm_89", 128, 99 * KB', 'Target("sm_89", 128, 100 * KB',
-        only=("tools/test_resources.py::test_limits_are_the_programming_guides",),
+        only=("machine/test_resources.py::test_limits_are_the_programming_guides",),
     ),
     Fault(
         "sass-uniform", f"{MACHINE}sass.py", "_with_target", "a uniform branch always jumps",

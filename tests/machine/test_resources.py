@@ -1,13 +1,22 @@
 """What a block may take of each target, and what is read of a compiled kernel."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from fastvit_kernels.runtime.backend import HAS_TRITON
-from fastvit_kernels.tools import resources
-from fastvit_kernels.tools.resources import REGISTERS_PER_SM, TARGETS
+from fastvit_kernels.tools import aot
+from fastvit_kernels.tools.aot import TARGETS
+from tests.machine import resources
 from tests.machine.loop_model import ROOFS
+from tests.machine.resources import REGISTERS_PER_SM, SMS, Kernel, _warps_per_sm
+
+KERNEL = Kernel(
+    kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
+    spills=0, shared=98304, shared_limit=TARGETS["sm_90"].shared_limit, warps_per_sm=16,
+    tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async", seconds=0.5, key="k",
+)  # fmt: skip
 
 
 def test_limits_are_the_programming_guides():
@@ -17,10 +26,8 @@ def test_limits_are_the_programming_guides():
         "sm_90": (228, 64, 32), "sm_100": (228, 64, 32), "sm_120": (100, 48, 24),
     }  # fmt: skip
     nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
-    assert guide == {
-        n: (t.shared_per_sm // 1024, t.max_warps, t.max_blocks) for n, t in nvidia.items()
-    }
-    assert all(t.shared_limit == t.shared_per_sm - 1024 for t in nvidia.values())
+    assert guide == {n: (sm.shared // 1024, sm.warps, sm.blocks) for n, sm in SMS.items()}
+    assert all(t.shared_limit == SMS[name].shared - 1024 for name, t in nvidia.items())
     assert TARGETS["gfx942"].is_amd and TARGETS["gfx942"].shared_limit == 64 * 1024
     assert REGISTERS_PER_SM == 64 * 1024
     assert [TARGETS[r].num_sms for r in ROOFS] == [roof.num_sms for roof in ROOFS.values()]
@@ -39,7 +46,7 @@ def test_what_a_kernel_takes_is_read(monkeypatch):
     assert resources._nvidia_usage(b"") == (96, 24)
     amd = "    .vgpr_count:     52\n    .vgpr_spill_count: 3\n"
     assert resources._amd_usage(amd) == (52, 12)  # bytes of a thread
-    assert resources._warps_per_sm(TARGETS["gfx942"], 52, 0, 4) is None
+    assert _warps_per_sm(TARGETS["gfx942"], 52, 0, 4) is None
     compiled = SimpleNamespace(
         asm={"ttgir": 'module {"ttg.total-num-warps" = 12 : i32}'},
         metadata=SimpleNamespace(num_warps=8),
@@ -56,7 +63,7 @@ def test_a_kernel_is_told_of_its_code(monkeypatch):
     ]
     constants = {(3,): 64, (4,): True, (5,): False, (6,): ""}
     signature = {"out_ptr": "*bf16", "x_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
-    metadata = dict(name="_norm_fwd_kernel", num_warps=8, num_stages=3, shared=2048)
+    metadata = dict(num_warps=8, num_stages=3)
     source = SimpleNamespace(
         fn=SimpleNamespace(params=parameters), constants=constants, signature=signature
     )
@@ -65,18 +72,17 @@ def test_a_kernel_is_told_of_its_code(monkeypatch):
         "ptx": "wgmma.mma_async.sync; mma.sync.aligned; cp.async.cg.shared;",
         "amdgcn": ".vgpr_count: 40\n.vgpr_spill_count: 2\nv_mfma_f32 global_load_lds_dword",
     }  # fmt: skip
-    compiled = SimpleNamespace(
-        asm=asm, metadata=SimpleNamespace(**metadata), src=source, hash="its key"
-    )
+    compiled = SimpleNamespace(asm=asm, metadata=SimpleNamespace(**metadata), src=source)
     monkeypatch.setattr(resources, "_nvidia_usage", lambda cubin: (96, 8))
-    kernel = resources.inspect(compiled, TARGETS["sm_90"], 1.5)
-    assert kernel == resources.Kernel(
-        kernel="norm_fwd", config="BLOCK=64 HAS_BIAS w8 s3", dtypes="bf16,fp32", arch="sm_90",
-        registers=96, spills=8, shared=2048, shared_limit=227 * 1024, warps_per_sm=16,
-        tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async", seconds=1.5,
-        key="its key",
+    label = aot._label(compiled)
+    assert label == ("BLOCK=64 HAS_BIAS w8 s3", "bf16,fp32")
+    one = aot.Kernel("norm_fwd", *label, "sm_90", shared=2048, seconds=1.5, key="its key")
+    kernel = resources.inspect(compiled, TARGETS["sm_90"], one)
+    assert kernel == Kernel(
+        **vars(one), registers=96, spills=8, shared_limit=227 * 1024, warps_per_sm=16,
+        tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async",
     )  # fmt: skip
-    kernel = resources.inspect(compiled, TARGETS["gfx942"], 0.0)
+    kernel = resources.inspect(compiled, TARGETS["gfx942"], one)
     assert (kernel.registers, kernel.spills, kernel.tensor_cores) == (40, 8, "mfma")
     assert kernel.copies == "direct to LDS" and kernel.warps_per_sm is None
 
@@ -98,3 +104,38 @@ def test_tools_read_the_kernel_that_they_are_given(monkeypatch):
     knobs = SimpleNamespace(nvidia=SimpleNamespace(nvdisasm=SimpleNamespace(path="cat")))
     monkeypatch.setattr(resources, "triton", SimpleNamespace(knobs=knobs))
     assert resources.printed_by("nvdisasm", b"a kernel", "-u") == "a kernel"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shared=232449), "232449 bytes of shared memory, a block has 232448"),
+        (dict(spills=8), "spills 8 bytes"),
+        (dict(tensor_cores="mma"), "multiplies 16-bit tiles without wgmma"),
+        (dict(arch="sm_80", tensor_cores="mma"), None),
+        (dict(arch="sm_120", spills=8), None),  # in the table, not refused
+        (dict(tensor_cores="", needs_tensor_cores=False), None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_may_do(change, message):
+    problems = list(replace(KERNEL, **change).problems())
+    assert len(problems) == (message is not None)
+    name = "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]"
+    assert message is None or problems[0].startswith(f"{name}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "warps"),
+    [
+        (255, 0, 8, 8),  # 255 registers are allocated as 256: 65536 / 256 threads
+        (128, 0, 4, 16),
+        (32, 0, 4, 64),
+        (32, 0, 1, 32),  # by blocks
+        (32, 113 * 1024, 4, 8),  # two blocks of 113 + 1 KB in 228
+        (32, 114 * 1024, 4, 4),
+    ],
+)
+def test_warps_per_sm(registers, shared, num_warps, warps):
+    assert _warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps

@@ -1,4 +1,4 @@
-"""What a block may take of each GPU that we compile for, and what a compiled kernel takes."""
+"""What a compiled kernel takes of a GPU, and what it may take."""
 
 from __future__ import annotations
 
@@ -7,46 +7,29 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..runtime.triton import triton
+from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.tools import aot
+from fastvit_kernels.tools.aot import Target
 
 
-@dataclass(frozen=True)
-class Target:
-    """A GPU to compile for. Limits: CUDA C++ programming guide, "Technical specifications"."""
+class Sm(NamedTuple):
+    """What one SM has: CUDA C++ programming guide, "Technical specifications"."""
 
-    name: str
-    num_sms: int  # of the GPU named beside it in TARGETS; it sets grids, not code
-    shared_limit: int  # bytes a block
-    shared_per_sm: int = 0  # bytes, 0 where occupancy is not computed
-    max_warps: int = 0  # a SM
-    max_blocks: int = 0  # a SM
-
-    @property
-    def is_amd(self) -> bool:
-        return self.name.startswith("gfx")
-
-    def triton_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        if self.is_amd:
-            return GPUTarget("hip", self.name, 64)
-        return GPUTarget("cuda", int(self.name.removeprefix("sm_")), 32)
+    shared: int  # bytes
+    warps: int
+    blocks: int
 
 
 KB = 1024
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("sm_80", 108, 163 * KB, 164 * KB, 64, 32),  # A100
-        Target("sm_86", 82, 99 * KB, 100 * KB, 48, 16),  # RTX 3090
-        Target("sm_89", 128, 99 * KB, 100 * KB, 48, 24),  # RTX 4090
-        Target("sm_90", 132, 227 * KB, 228 * KB, 64, 32),  # H100, H200
-        Target("sm_100", 148, 227 * KB, 228 * KB, 64, 32),  # B200
-        Target("sm_120", 170, 99 * KB, 100 * KB, 48, 24),  # RTX 5090
-        Target("gfx942", 304, 64 * KB),  # MI300X
-    )
+SMS = {
+    "sm_80": Sm(164 * KB, 64, 32),
+    "sm_86": Sm(100 * KB, 48, 16),
+    "sm_89": Sm(100 * KB, 48, 24),
+    "sm_90": Sm(228 * KB, 64, 32),
+    "sm_100": Sm(228 * KB, 64, 32),
+    "sm_120": Sm(100 * KB, 48, 24),
 }
 GATED = ("sm_80", "sm_90")  # where no kernel may spill
 REGISTERS_PER_SM = 65536
@@ -54,23 +37,16 @@ SHARED_RESERVED = 1 * KB  # a block, by the CUDA runtime
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(aot.Kernel):
     """One compiled specialisation and what it takes from the chip."""
 
-    kernel: str  # "layer_norm_fwd"
-    config: str  # "BLOCK_ROWS=2 BLOCK_C=1024 HAS_BIAS w4 s3"
-    dtypes: str  # of the pointers, "bf16,fp32"
-    arch: str
     registers: int  # a thread
     spills: int  # bytes of stack a thread (bytes of VGPR spills on AMD)
-    shared: int  # bytes a block
     shared_limit: int
     warps_per_sm: int | None
     tensor_cores: str  # "wgmma", "mma", "tcgen05", "mfma", joined by "+"; "" where there are none
     needs_tensor_cores: bool  # it multiplies 16-bit tiles
     copies: str  # "cp.async", "TMA", joined by "+"
-    seconds: float  # to compile, 0 from the cache
-    key: str  # Triton's cache key
 
     def problems(self) -> Iterator[str]:
         """What no kernel of this package may do, each in one sentence with the kernel's name."""
@@ -83,9 +59,9 @@ class Kernel:
             yield f"{name}: multiplies 16-bit tiles without wgmma"
 
 
-def inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
+def inspect(compiled: Any, target: Target, kernel: aot.Kernel) -> Kernel:
     """What a kernel that Triton compiled for this target takes."""
-    metadata, warps = compiled.metadata, num_warps(compiled)
+    warps = num_warps(compiled)
     if target.is_amd:
         registers, spills = _amd_usage(compiled.asm["amdgcn"])
         kinds = {"mfma": "v_mfma"}
@@ -96,22 +72,15 @@ def inspect(compiled: Any, target: Target, seconds: float) -> Kernel:
         kinds = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}
         text = compiled.asm["ptx"]
         copy_kinds = {"TMA": "cp.async.bulk.tensor", "cp.async": "cp.async.c"}
-    config, dtypes = _label(compiled)
     return Kernel(
-        kernel=metadata.name.removeprefix("_").removesuffix("_kernel"),
-        config=config,
-        dtypes=dtypes,
-        arch=target.name,
+        **vars(kernel),
         registers=registers,
         spills=spills,
-        shared=metadata.shared,
         shared_limit=target.shared_limit,
-        warps_per_sm=_warps_per_sm(target, registers, metadata.shared, warps),
+        warps_per_sm=_warps_per_sm(target, registers, kernel.shared, warps),
         tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
         needs_tensor_cores=_multiplies_16_bit(compiled.asm.get("ttir", "")),  # Gluon has none
         copies="+".join(kind for kind, sign in copy_kinds.items() if sign in text),
-        seconds=seconds,
-        key=compiled.hash,
     )
 
 
@@ -119,20 +88,6 @@ def num_warps(compiled: Any) -> int:
     """Warps of a block, those that warp specialisation adds included."""
     match = re.search(r'"ttg.total-num-warps" = (\d+)', compiled.asm["ttgir"])
     return int(match[1]) if match else compiled.metadata.num_warps
-
-
-def _label(compiled: Any) -> tuple[str, str]:
-    """Constexprs and options in one line, and the dtypes of the pointers in argument order."""
-    source = compiled.src
-    words = []
-    for parameter in source.fn.params:
-        value = source.constants.get((parameter.num,))
-        if not parameter.is_constexpr or value is None or value is False or value == "":
-            continue
-        words.append(parameter.name if value is True else f"{parameter.name}={value}")
-    words += [f"w{compiled.metadata.num_warps}", f"s{compiled.metadata.num_stages}"]
-    pointers = [k for k in source.signature.values() if isinstance(k, str) and k.startswith("*")]
-    return " ".join(words), ",".join(dict.fromkeys(kind[1:] for kind in pointers))
 
 
 def _multiplies_16_bit(ttir: str) -> bool:
@@ -160,11 +115,11 @@ def _amd_usage(assembly: str) -> tuple[int, int]:
 
 
 def _warps_per_sm(target: Target, registers: int, shared: int, num_warps: int) -> int | None:
-    """Warps that one SM holds at once; None where the target's limits are not listed."""
-    if not target.max_warps:
+    """Warps that one SM holds at once; None where what it has is not listed."""
+    if (sm := SMS.get(target.name)) is None:
         return None
     registers_per_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
     by_registers = REGISTERS_PER_SM // max(registers_per_warp, 1) // num_warps
-    by_shared = target.shared_per_sm // (shared + SHARED_RESERVED)
-    by_warps = target.max_warps // num_warps
-    return num_warps * min(by_registers, by_shared, by_warps, target.max_blocks)
+    by_shared = sm.shared // (shared + SHARED_RESERVED)
+    by_warps = sm.warps // num_warps
+    return num_warps * min(by_registers, by_shared, by_warps, sm.blocks)
