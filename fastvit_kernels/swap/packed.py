@@ -38,13 +38,11 @@ _CHECKPOINTS = "grad_checkpointing", "gradient_checkpointing"  # timm's flag, tr
 
 
 class _Apart(Exception):
-    """Why each size runs alone; `of_calls` where only the blocks' calls could tell."""
-
-    of_calls = False
+    """Why each size runs alone."""
 
 
 class _Told(_Apart):
-    of_calls = True
+    """Of what the blocks' calls alone could tell."""
 
 
 class Packed(nn.Module):
@@ -94,7 +92,7 @@ class Packed(nn.Module):
                 return _Pass(self.model, _ways_of(self.model), batches, kwargs).run()
             except _Apart as reason:
                 self.alone = str(reason)
-                if reason.of_calls:
+                if isinstance(reason, _Told):
                     self._known[kind] = self.alone
         if self.alone not in (None, *self._told):
             self._told.add(self.alone)

@@ -10,7 +10,6 @@ the target. What the tensors' device does change, and how the cache keys compare
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,12 +146,6 @@ class Trace:
 
     def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """One of PyTorch's own operators ran."""
-
-
-def tensor_bytes(x: Tensor) -> int:
-    """Bytes of a tensor, elements that an expansion repeats once."""
-    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
-    return x.element_size() * math.prod(sizes)
 
 
 class _Pointer:

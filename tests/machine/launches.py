@@ -20,10 +20,16 @@ from torch import Tensor
 
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import Target, specialisation, tensor_bytes
+from fastvit_kernels.tools.aot import Target, specialisation
 
 from .machine_code import Code, keep_remarks
 from .resources import Kernel, inspect, num_warps
+
+
+def tensor_bytes(x: Tensor) -> int:
+    """Bytes of a tensor, elements that an expansion repeats once."""
+    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
+    return x.element_size() * math.prod(sizes)
 
 
 class Launch(NamedTuple):

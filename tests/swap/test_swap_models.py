@@ -95,10 +95,11 @@ def test_each_row_is_proven(name):
 
 
 @pytest.mark.parametrize("gate_last", [True, False])
-def test_a_gate_in_either_half_is_fused(gate_last):
+@pytest.mark.parametrize("act_layer", [torch.nn.SiLU, torch.nn.Sigmoid])  # one op, and by parts
+def test_a_gate_in_either_half_is_fused(gate_last, act_layer):
     from timm.layers import GluMlp
 
-    model = randomize(GluMlp(16, 32, gate_last=gate_last))
+    model = randomize(GluMlp(16, 32, gate_last=gate_last, act_layer=act_layer))
     host, x = copy.deepcopy(model), torch.randn(2, 5, 16)
     assert "mlp, by the table of its library: proven" in str(swap_in(model, explain=True))
     torch.testing.assert_close(model(x), host(x), rtol=1e-4, atol=1e-4)

@@ -40,7 +40,7 @@ from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.swap.apply import Memory
-from fastvit_kernels.tools.aot import tensor_bytes
+from tests.machine.launches import tensor_bytes
 from tests.support.private import compiler_with
 
 from .counting import Count, Step, counting, keep

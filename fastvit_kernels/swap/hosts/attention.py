@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -63,7 +64,7 @@ class AttentionRoles(NamedTuple):
     index: str = ""  # by this buffer (T, T)
     along: tuple[str, ...] = ()  # decomposed relative positions: along height, along width
     turn: str = ""  # a child that turns q and k, all but `prefix` tokens
-    tokens: int | str = 0  # as many as it takes, or the setting that says how many a window has
+    tokens: int | str = 0  # that it takes, or the setting with those, or the sides, of a window
     result: tuple[int, int] | None = None  # a tuple: its length, and the place of the tensor
     head_dim: str = ""  # the setting with D, where `heads` says nothing
     gate: str = ""  # a Linear of x: what attention gives is multiplied by its sigmoid
@@ -94,7 +95,8 @@ def tokens_of(module: Any) -> tuple[int, ...]:
         return tuple((len(t) + 1) // 2 for t in along)
     if module.fused_part("table") is not None:
         return (len(module.fused_part("index")),)
-    tokens = part(module, roles.tokens) if isinstance(roles.tokens, str) else roles.tokens
+    tokens: Any = part(module, roles.tokens) if isinstance(roles.tokens, str) else roles.tokens
+    tokens = tokens if isinstance(tokens, int) else math.prod(tokens)
     return (tokens,) if tokens else ()
 
 

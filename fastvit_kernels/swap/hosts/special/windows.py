@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,10 +67,9 @@ class Cosine(Attention):
     is computed of their distances."""
 
     fused_roles = ROLES._replace(
-        scale=1.0, raw=True, biases=(("q_bias", "k_bias", "v_bias"),), tokens="fused_area"
+        scale=1.0, raw=True, biases=(("q_bias", "k_bias", "v_bias"),), tokens="window_size"
     )
     fused_children = names("cpb_mlp logit_scale softmax")
-    fused_area = property(lambda self: self.window_size[0] * self.window_size[1])
     fused_blocked = _softmax_watched
 
     @classmethod
@@ -272,9 +271,9 @@ class HfCosine(Cosine):
     fused_roles = AttentionRoles(
         ("self.query", "self.key", "self.value"), out="output.dense", scale=1.0,
         head_dim="self.attention_head_size", dropout="self.dropout", after="output.dropout",
-        mask="attention_mask", masks=SHIFTED, tokens="fused_area", result=(1, 0),
+        mask="attention_mask", masks=SHIFTED, tokens="self.window_size",
+        result=(1, 0),
     )  # fmt: skip
-    fused_area = property(lambda self: self.self.window_size[0] * self.self.window_size[1])
 
     def fused_blocked(self: Any) -> str | None:
         watched = fused.hooked(self, "self", "self.dropout", "output")
@@ -344,20 +343,9 @@ def _pools_inside(block: Any) -> str | None:
     return _pools(block.attn)
 
 
-class MaskUnits(NamedTuple):
-    """Windows of Hiera's row of tokens (B, T, C): the first tokens of all, then the second ones."""
-
-    number: int
-
-    def cut(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, self.number)).transpose(1, 2).flatten(0, 1)
-
-    def joined(self, x: Tensor, tokens: bool) -> Tensor:
-        return x.unflatten(0, (-1, self.number)).transpose(1, 2).flatten(1, 2)
-
-
 class MaskUnitAttention(Attention):
-    """Of timm's Hiera and transformers': within each mask unit, or over all tokens."""
+    """Of timm's Hiera and transformers': within each mask unit, or over all tokens. The row of them
+    has the first tokens of all units, then the second ones."""
 
     fused_roles = AttentionRoles(("qkv",), "heads", "proj")
     fused_scale = _scale
@@ -380,7 +368,8 @@ class MaskUnitAttention(Attention):
         def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
             me = found(modules)
             if me.use_mask_unit_attn:
-                more = {**more, "windows": MaskUnits(x.shape[1] // me.window_size)}
+                grid = me.window_size, x.shape[1] // me.window_size
+                more = {**more, "windows": Windows(grid, (grid[0], 1), (0, 0))}
             return planned(modules, x, epilogue, more)
 
         return run
