@@ -1,7 +1,7 @@
 """Triton's interpreter without its repetitions, which are most of the time of a kernel's test.
 
-triton 3.6.0 names and checks a type anew at each operation, and computes at each sum of integers
-whether it overflows, to no effect outside its debug mode. Nothing here changes a value.
+triton names and checks a type anew at each operation, and computes at each sum of integers whether
+it overflows, to no effect outside its debug mode. Nothing here changes a value.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+VERSIONS = ("3.6.", "3.8.")  # that all of it was compared with
 _ready: set[int] = set()  # functions that the kernel that now runs may call as they are
 FUNCTIONS: dict[Any, Any] = {}  # functions in triton's language -> what is called in their place
 
@@ -190,9 +191,9 @@ _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 
 
 def make_fast() -> None:
-    """Install the replacements; those that name types in the triton they were written for alone."""
+    """Install the replacements; those that name types in the tritons of VERSIONS alone."""
     patch_once_a_launch()
-    if not triton.__version__.startswith("3.6."):
+    if not triton.__version__.startswith(VERSIONS):
         return
     core._unwrap_if_constexpr = unwrap
     core.block_type.__new__ = staticmethod(block_new)

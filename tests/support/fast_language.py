@@ -1,7 +1,7 @@
 """Functions of triton.language in the interpreter, past triton's walk through their arguments.
 
 What kernels call most, on the types that they use, computed at once as fast_operations does; other
-arguments take triton's own way. No value changes. For triton 3.6.
+arguments take triton's own way. No value changes. For triton 3.6 and 3.8.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import fast_interpreter
 import fast_operations
 import numpy as np
+import triton
 from fast_interpreter import unwrap
 from fast_operations import (
     _broadcast_type,
@@ -300,7 +301,9 @@ def philox(
     return tuple(_result(x, tl.uint32, type) for x in (a, b, c, d))
 
 
-minimum, maximum = _extreme(np.minimum), _extreme(np.maximum)
+_NAN_WINS = triton.__version__.startswith("3.6.")
+minimum = _extreme(np.minimum if _NAN_WINS else np.fmin)
+maximum = _extreme(np.maximum if _NAN_WINS else np.fmax)
 _builtins: dict[Any, Any] = {
     core.arange: arange, core.load: load, core.store: store, core.dot: dot, core.where: where,
     Tensor.to: to, core.cast: to, core.minimum: minimum, core.maximum: maximum,

@@ -1,7 +1,7 @@
 """Loads and stores of Triton's interpreter through numpy, which moves a tile at once.
 
 triton's own loop takes a tenth of a microsecond an element. Masked elements are never accessed here
-either. For triton 3.6.
+either. For triton 3.6 and 3.8.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What kernels do most in Triton's interpreter, past triton's walk through types and broadcasts.
 
 Arithmetic, comparisons and pointers of the types that kernels use are computed at once, where numpy
-broadcasts as triton does; anything else takes triton's own way. No value changes. For triton 3.6.
+broadcasts as triton does; anything else takes triton's own way. No value changes.
+For triton 3.6 and 3.8.
 """
 
 from __future__ import annotations
