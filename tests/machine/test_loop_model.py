@@ -358,6 +358,7 @@ def test_a_trace_has_the_code_of_each_kernel_once(monkeypatch):
 
     kept = []
     monkeypatch.setattr(launches, "keep_remarks", lambda *what: kept.append(what))
+    monkeypatch.setattr(launches, "inspect", lambda compiled, target, kernel: kernel)
     compiled = SimpleNamespace(
         asm={"ttgir": ""}, metadata=SimpleNamespace(num_warps=8),
         src=SimpleNamespace(signature={"x": "*fp32", "sizes": ("i32", "*fp32"), "B": "constexpr"}),
