@@ -247,7 +247,6 @@ def test_no_transpose_of_a_computed_value():
 COMPILE = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 import torch
 import fastvit_kernels as fk
 from fastvit_kernels.tools import aot
@@ -257,20 +256,20 @@ from fastvit_kernels.runtime.configs import TABLES, forced, recording
 out, target = Path(sys.argv[1]), aot.TARGETS["sm_90"]
 bf16 = torch.bfloat16
 
-kept = {}
+kept, label = {}, aot._label
 
-def keep(compiled, *_):
-    '''Each kernel's texts once; nobody asks what it takes from the chip.'''
+def keep(compiled):
+    '''Each kernel's texts once, beside its label.'''
+    config, dtypes = label(compiled)
     if compiled.hash not in kept:
         name = f"{len(kept):03d}-{compiled.metadata.name}"
         for kind in ("ttir", "ttgir", "ptx"):
             (out / f"{name}.{kind}").write_text(compiled.asm.get(kind, ""))  # no ttir of Gluon
-        config, dtypes = aot._label(compiled)
         (out / f"{name}.label").write_text(f"{config}; {dtypes}\\n{compiled.metadata.shared}")
-        kept[compiled.hash] = SimpleNamespace(key=compiled.hash)
-    return kept[compiled.hash]
+        kept[compiled.hash] = name
+    return config, dtypes
 
-aot.inspect = keep
+aot._label = keep
 parameter = lambda *shape, dtype=bf16: torch.empty(shape, dtype=dtype, requires_grad=True)
 
 def norm():
