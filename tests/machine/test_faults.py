@@ -120,7 +120,7 @@ def compiled(tmp_path_factory):
 )
 def test_each_fault_is_found(compiled, name, expected):
     found = compiled[name]["faults"]
-    if version_of(triton.__version__) >= (3, 9):  # it fences what cp.async wrote
+    if version_of(triton.__version__) >= (3, 7, 1):  # it fences what cp.async wrote
         expected = tuple(part for part in expected if "cp.async" not in part)
     assert len(found) == len(expected)
     assert all(part in fault for part, fault in zip(expected, found, strict=True))
