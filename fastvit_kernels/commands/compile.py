@@ -105,9 +105,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(k) for kernels in compiled.values() for k in kernels], indent=1))
         return 0
+    header = ("kernel", "config", "pointers", "shared bytes", "compile s")
     for arch, kernels in compiled.items():
         what = "training" if args.train else "inference"
         print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}\n")
-        header = ("kernel", "config", "pointers", "shared bytes", "compile s")
         print(aligned([header, *map(_cells, kernels)]), end="\n\n")
+    problems = [text for kernels in compiled.values() for k in kernels for text in k.problems()]
+    print(*problems, sep="\n", end="\n" if problems else "")
     return 0

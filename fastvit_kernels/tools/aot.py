@@ -71,8 +71,17 @@ class Kernel:
     dtypes: str  # of the pointers, "bf16,fp32"
     arch: str
     shared: int  # bytes a block
+    shared_limit: int
     seconds: float  # to compile, 0 from the cache
     key: str  # Triton's cache key
+
+    def __str__(self) -> str:
+        return f"{self.arch} {self.kernel} [{self.config}; {self.dtypes}]"
+
+    def problems(self) -> Iterator[str]:
+        """What no kernel of this package may do, each in one sentence with the kernel's name."""
+        if self.shared > self.shared_limit:
+            yield f"{self}: {self.shared} bytes of shared memory, a block has {self.shared_limit}"
 
 
 class Launch(NamedTuple):
@@ -241,7 +250,8 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
             name = compiled.metadata.name.removeprefix("_").removesuffix("_kernel")
-            facts = target.name, compiled.metadata.shared, sum(timings), compiled.hash
+            memory = compiled.metadata.shared, target.shared_limit
+            facts = target.name, *memory, sum(timings), compiled.hash
             seen[compiled.hash] = Kernel(name, *_label(compiled), *facts)
         sizes: Any = grid(given.arguments) if callable(grid) else grid
         launch = Launch(seen[compiled.hash], compiled, tuple(sizes), dict(given.arguments))

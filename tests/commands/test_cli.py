@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -293,15 +294,20 @@ def test_what_compile_is_told_reaches_the_step(monkeypatch, capsys):
         asked.append((input_shape(model), batch, dtype, train))
 
     kernel = Kernel(
-        "linear_fwd", "BLOCK_M=128 w8 s3", "bf16", "sm_90", shared=98304, seconds=0.5, key="k"
-    )
+        "linear_fwd", "BLOCK_M=128 w8 s3", "bf16", "sm_90", shared=98304, shared_limit=232448,
+        seconds=0.5, key="k",
+    )  # fmt: skip
     monkeypatch.setattr(command, "model_step", model_step)
-    monkeypatch.setattr(command, "compile_step", lambda step, target: [kernel])
+    large = replace(kernel, config="BLOCK_M=256 w8 s3", shared=232449)
+    monkeypatch.setattr(command, "compile_step", lambda step, target: [kernel, large])
     words = ["compile", "--model", "vit_mnist", "--img-size", "8", "--batch", "3", "--infer"]
     assert cli.main([*words, "--arch", "sm_90", "--dtype", "fp16"]) == 0
     out = capsys.readouterr().out
     assert "sm_90: vit_mnist, batch 3, fp16, inference" in out and "linear_fwd" in out
     assert "BLOCK_M=128 w8 s3" in out and "98304" in out
+    name = "sm_90 linear_fwd [BLOCK_M=256 w8 s3; bf16]"
+    assert f"{name}: 232449 bytes of shared memory, a block has 232448" in out
+    assert out.count("a block has") == 1
     assert cli.main([*words[:-1], "--arch", "sm_90", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["shared"] == 98304
     assert asked == [((1, 8, 8), 3, "fp16", False), ((1, 8, 8), 3, "bf16", True)]

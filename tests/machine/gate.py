@@ -38,8 +38,7 @@ def broken_rules(kernels: Iterable[Examined]) -> list[str]:
     """What the gate forbids whatever the table says: one sentence for each kernel and rule."""
     found = []
     for k in kernels:
-        name = f"{k.arch} {k.kernel} [{k.config}; {k.dtypes}]"
-        found += [*k.problems(), *(f"{name}: {fault}" for fault in k.faults if k.arch in GATED)]
+        found += [*k.problems(), *(f"{k}: {fault}" for fault in k.faults if k.arch in GATED)]
     return found
 
 

@@ -42,21 +42,17 @@ class Kernel(aot.Kernel):
 
     registers: int  # a thread
     spills: int  # bytes of stack a thread (bytes of VGPR spills on AMD)
-    shared_limit: int
     warps_per_sm: int | None
     tensor_cores: str  # "wgmma", "mma", "tcgen05", "mfma", joined by "+"; "" where there are none
     needs_tensor_cores: bool  # it multiplies 16-bit tiles
     copies: str  # "cp.async", "TMA", joined by "+"
 
     def problems(self) -> Iterator[str]:
-        """What no kernel of this package may do, each in one sentence with the kernel's name."""
-        name = f"{self.arch} {self.kernel} [{self.config}; {self.dtypes}]"
-        if self.shared > self.shared_limit:
-            yield f"{name}: {self.shared} bytes of shared memory, a block has {self.shared_limit}"
+        yield from super().problems()
         if self.arch in GATED and self.spills:
-            yield f"{name}: spills {self.spills} bytes a thread"
+            yield f"{self}: spills {self.spills} bytes a thread"
         if self.arch == "sm_90" and self.needs_tensor_cores and "wgmma" not in self.tensor_cores:
-            yield f"{name}: multiplies 16-bit tiles without wgmma"
+            yield f"{self}: multiplies 16-bit tiles without wgmma"
 
 
 def inspect(compiled: Any, target: Target, kernel: aot.Kernel) -> Kernel:
@@ -76,7 +72,6 @@ def inspect(compiled: Any, target: Target, kernel: aot.Kernel) -> Kernel:
         **vars(kernel),
         registers=registers,
         spills=spills,
-        shared_limit=target.shared_limit,
         warps_per_sm=_warps_per_sm(target, registers, kernel.shared, warps),
         tensor_cores="+".join(kind for kind, sign in kinds.items() if sign in text),
         needs_tensor_cores=_multiplies_16_bit(compiled.asm.get("ttir", "")),  # Gluon has none

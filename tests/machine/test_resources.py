@@ -76,10 +76,10 @@ def test_a_kernel_is_told_of_its_code(monkeypatch):
     monkeypatch.setattr(resources, "_nvidia_usage", lambda cubin: (96, 8))
     label = aot._label(compiled)
     assert label == ("BLOCK=64 HAS_BIAS w8 s3", "bf16,fp32")
-    one = aot.Kernel("norm_fwd", *label, "sm_90", shared=2048, seconds=1.5, key="its key")
+    one = aot.Kernel("norm_fwd", *label, "sm_90", 2048, 227 * 1024, 1.5, "its key")
     kernel = resources.inspect(compiled, TARGETS["sm_90"], one)
     assert kernel == Kernel(
-        **vars(one), registers=96, spills=8, shared_limit=227 * 1024, warps_per_sm=16,
+        **vars(one), registers=96, spills=8, warps_per_sm=16,
         tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async",
     )  # fmt: skip
     kernel = resources.inspect(compiled, TARGETS["gfx942"], one)

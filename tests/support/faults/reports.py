@@ -422,6 +422,12 @@ FAULTS: list[Fault] = [
         only=("machine/test_rank.py::test_a_row_of_a_ranking_sums_its_kernels",),
     ),
     Fault(
+        "report-compile-problems", COMPILE, "", "broken rules are not printed",
+        'print(*problems, sep="\\n", end="\\n" if problems else "")\n    return 0',
+        "return 0",
+        only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
+    ),
+    Fault(
         "report-compile-infer", COMPILE, "", "--infer ignored",
         "train=args.train)", "train=True)",
         only=(_CLI + "test_what_compile_is_told_reaches_the_step",),
