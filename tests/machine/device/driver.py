@@ -175,7 +175,8 @@ def _of_descriptor(x: Any, made: dict[str, Any] | None) -> list[Any]:
     """A host's TensorDescriptor; `made`: how the compiler wants its map."""
     sizes = [*x.shape, *x.strides]
     if made is None:
-        return [x.base, *sizes, x.padding == "nan", *sizes]
+        tf32 = [x.round_f32_to_tf32] if hasattr(x, "round_f32_to_tf32") else []  # triton 3.8
+        return [x.base, *sizes, x.padding == "nan", *tf32, *sizes]
     if x.padding == "nan" or made["fp4_padded"]:
         raise NotImplementedError(f"a map with NaN outside, or of fp4: {x}")
     kind = made["swizzle"], made["elem_type"]

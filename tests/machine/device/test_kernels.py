@@ -10,7 +10,9 @@ import sys
 from collections import Counter
 
 import pytest
+import triton
 
+from tests.machine import gate
 from tests.machine.device import ran
 from tests.machine.device.driver import PADDED, flattened, ptx_machine
 from tests.machine.device.left_out import TABLE, kind_of, read, summary
@@ -109,6 +111,10 @@ for case, kernel, every in json.loads(sys.argv[1]):
 SAMPLED = {"_norm_fwd_kernel": 1, "_weight_bwd_kernel": 2}
 
 
+OTHER = triton.__version__ != gate.Record.read(gate.TABLE).triton
+
+
+@pytest.mark.skipif(OTHER, reason="the table is of another triton")
 def test_the_table_says_what_a_sample_of_it_gives():
     table = [row for row in read() if row.target == "sm_80"]
     asked = [({row.kernel: row.case for row in table}[kernel], kernel, every)
