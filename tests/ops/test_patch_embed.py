@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from torch import library
 
+from fastvit_kernels.ops.patch_embed.configs import FWD_TABLE, FWD_WIDE
 from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
 from fastvit_kernels.ops.patch_embed.launch import (
     patch_embed_bwd_images,
@@ -14,7 +15,7 @@ from fastvit_kernels.ops.patch_embed.launch import (
     patch_embed_bwd_weight,
     patch_embed_fwd,
 )
-from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.backend import Gpu, backend
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -51,6 +52,31 @@ def _inputs(
 @pytest.mark.parametrize("case", CASES)
 def test_patch_embed_backward(case, dtype):
     assert_accurate(patch_embed, patch_embed_ref, _inputs(*CASES[case], dtype=dtype))
+
+
+def test_what_is_added_is_rounded_with_the_product_once():
+    one = torch.ones(1, 1, 1, 1, device=DEVICE, dtype=bf16)
+    bias, pos = one.flatten(), 0.375 * 2**-7 * one.view(1, 1, 1)  # of an ulp of 1; both exact
+    with backend("triton"):
+        out = patch_embed(one, 0.25 * 2**-7 * one, bias, pos_embed=pos)
+    assert out.item() == 1 + 2**-7  # bias + pos in bf16 is 1, and so is 1.25 ulp
+
+
+def test_where_tiles_are_wide():
+    def tile(arch, limit, rows, C=768, dtype="bf16"):
+        gpu = Gpu(arch, 108, limit * 1024)
+        config = FWD_TABLE.choose(gpu, rows, C, 768, dtype)
+        assert config in FWD_TABLE.configs and FWD_TABLE.fits(gpu, config, rows, C, 768, dtype)
+        return config[:3]
+
+    wide, usual = (128, 256, 32), (128, 128, 64)
+    assert tile("sm_90", 227, 65536) == tile("sm_80", 163, 65536) == wide
+    assert tile("sm_90", 227, 128 * 36) == wide  # 3 tiles of columns: one for each SM
+    assert tile("sm_90", 227, 128 * 35) == tile("sm_90", 227, 65536, C=384) == usual
+    assert tile("sm_86", 99, 65536) == tile("gfx942", 64, 65536) == usual
+    assert tile("sm_90", 227, 65536, dtype="fp32") == (64, 64, 32)
+    assert FWD_TABLE.fits(Gpu("sm_86", 108, 100 * 1024 + 1), FWD_WIDE, 65536, 768, 768, "bf16")
+    assert not FWD_TABLE.fits(Gpu("sm_86", 108, 100 * 1024), FWD_WIDE, 65536, 768, 768, "bf16")
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["b", "no_b"])

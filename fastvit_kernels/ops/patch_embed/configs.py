@@ -8,7 +8,7 @@ import torch
 
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
-from ...runtime.triton import VERSION, tl
+from ...runtime.triton import tl
 
 
 # Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
@@ -38,30 +38,33 @@ def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> Confi
 
 
 # 128 rows by 8 warps: with 64 rows all of them cast the same pixels (model of docs/compile.md on
-# sm_90: 193 us instead of 122 for ViT-S). Not yet measured.
+# sm_90: 193 us instead of 122 for ViT-S). 256 columns read each pixel half as often (170 us
+# instead of 242 for ViT-B). Not yet measured.
 FWD = [
     PatchConfig(128, 128, 64, 8, 3),
     PatchConfig(64, 128, 64, 8, 3),
     PatchConfig(64, 128, 64, 4, 3),
-    PatchConfig(128, 128, 32, 8, 3),
 ]
+FWD_WIDE = PatchConfig(128, 256, 32, 8, 3)
 FWD_FP32 = PatchConfig(64, 64, 32, 4, 3)
 
 
-def _default_fwd(gpu: Gpu, dtype: str, pixels: str) -> PatchConfig:
+def _fwd_fits(gpu: Gpu, config: PatchConfig, M: int, N: int, K: int, dtype: str) -> bool:
+    if config == FWD_WIDE and gpu.shared_limit <= 3 * STAGE_BYTES + 4096:
+        return False
+    return (config == FWD_FP32) == (dtype == "fp32")
+
+
+def _default_fwd(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> PatchConfig:
     if dtype == "fp32":
         return FWD_FP32
-    if VERSION >= (3, 9):  # the larger tile spills 24 bytes at patches of 14
-        spared = {("sm_90", "uint8"): FWD[2], ("sm_80", "float"): FWD[3]}
-        return spared.get((gpu.arch, pixels), FWD[0])
-    return FWD[0]
+    tiles = -(-M // 128) * (N // 256)
+    wide = N % 256 == 0 and tiles >= gpu.num_sms and _fwd_fits(gpu, FWD_WIDE, M, N, K, dtype)
+    return FWD_WIDE if wide else FWD[0]
 
 
-# Key: the compute dtype; the pixels' kind, "uint8" or "float".
-FWD_TABLE = ConfigTable(
-    "patch_embed_fwd", [*FWD, FWD_FP32], _default_fwd,
-    lambda gpu, config, dtype, pixels: (config == FWD_FP32) == (dtype == "fp32"),
-)  # fmt: skip
+STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
+FWD_TABLE = ConfigTable("patch_embed_fwd", [*FWD, FWD_WIDE, FWD_FP32], _default_fwd, _fwd_fits)
 BWD_WEIGHT_TABLE = _table(
     "patch_embed_bwd_weight",
     [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
@@ -72,7 +75,6 @@ BWD_IMAGES_TABLE = _table(
     [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
     [PatchConfig(64, 32, 64, 4, 3)],
 )
-STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
 TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -80,6 +82,7 @@ TL_DTYPES = {
 }
 BWD_WEIGHT_PROGRAMS_PER_SM = 2
 MIN_ROWS_PER_SPLIT = 512
+ADDED_TILE = dict(BLOCK_C=512, num_warps=4)
 # Of the gradient of positions under a list of kept patches. Not yet measured.
 SLOTS_TILE = dict(BLOCK_P=64, BLOCK_J=64, num_warps=4)
 KEPT_TILE = dict(BLOCK_B=32, BLOCK_C=128, num_warps=4)

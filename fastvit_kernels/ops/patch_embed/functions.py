@@ -15,9 +15,9 @@ under a list of patches to keep. A uint8 pixel is (byte / 255 - mean) / std of i
 
 Saved: images where weight needs a gradient, weight where images do, keep.
 Precision: pixels, weight and dout are cast to the compute dtype at the load, a byte after it is
-normalised in fp32; fp32 accumulators, and bias, prefix and position are added in fp32 before the
-one rounding to the result's dtype. dweight in fp32 partials, one a row range, summed in a fixed
-order. No atomics.
+normalised in fp32; fp32 accumulators start from bias, prefix and position, summed once for all
+images in fp32, and one rounding to the result's dtype follows. dweight in fp32 partials, one a row
+range, summed in a fixed order. No atomics.
 Operators: launch.py. Kernels: kernels.py. Source: arXiv:2010.11929, section 3.1; lists of patches:
 arXiv:2111.06377; videos: arXiv:2203.12602. Derivation: docs/patch_embed.md.
 """

@@ -20,16 +20,39 @@ from .pixels import (
 )
 
 
+@triton.jit
+def _patch_embed_added_kernel(
+    added_ptr, bias_ptr, prefix_ptr, pos_ptr, C, num_prefix, pos_start,
+    HAS_BIAS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_POS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """added[t, c], fp32: what is added to the product in token t of any image."""
+    t = tl.program_id(0).to(tl.int64)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    offs = t * C + offs_c
+    added = tl.zeros((BLOCK_C,), dtype=tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c & (t >= num_prefix), other=0.0)
+        added += bias.to(tl.float32)
+    if HAS_PREFIX:
+        prefix = tl.load(prefix_ptr + offs, mask=mask_c & (t < num_prefix), other=0.0)
+        added += prefix.to(tl.float32)
+    if HAS_POS:
+        pos = tl.load(pos_ptr + offs - pos_start * C, mask=mask_c & (t >= pos_start), other=0.0)
+        added += pos.to(tl.float32)
+    tl.store(added_ptr + offs, added, mask=mask_c)
+
+
 # Sizes of the patch grid are never special: another image size needs no other kernel.
 @triton.jit(do_not_specialize=["T", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_fwd_kernel(
-    out_ptr, images_ptr, weight_ptr, bias_ptr, prefix_ptr, pos_ptr, keep_ptr,
-    num_rows, T, C, num_prefix, pos_start, num_patches, grid_h, grid_w,
+    out_ptr, images_ptr, weight_ptr, added_ptr, keep_ptr,
+    num_rows, T, C, num_prefix, num_patches, grid_h, grid_w,
     stride_images_b, stride_images_c, stride_images_t, stride_images_h, stride_images_w,
     scales, offsets,
     CHANNELS: tl.constexpr, PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_POS: tl.constexpr,
-    HAS_KEEP: tl.constexpr, FENCE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_KEEP: tl.constexpr, FENCE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Rows m = b * T + t, prefix tokens included. The programs of one row block are neighbours, so
@@ -59,18 +82,11 @@ def _patch_embed_fwd_kernel(
 
     # The accumulator starts from what is added to the product: the loads come while registers are
     # free (in an epilogue they spill), and prefix rows, whose pixels are 0, are then complete.
-    offs_token = offs_n[:, None] + place[None, :] * C
+    # Rows past the last have a place too: a mask of columns alone leaves wide loads.
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)
-        acc = tl.where(is_patch[None, :], bias[:, None], acc)
-    if HAS_PREFIX:
-        mask_prefix = mask_n[:, None] & (t < num_prefix)[None, :]
-        acc += tl.load(prefix_ptr + offs_token, mask=mask_prefix, other=0.0).to(tl.float32)
-    if HAS_POS:
-        mask_pos = mask_n[:, None] & (place >= pos_start)[None, :]
-        pos_ptrs = pos_ptr + offs_token - pos_start * C
-        acc += tl.load(pos_ptrs, mask=mask_pos, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        added_ptrs = added_ptr + (offs_n[:, None] + place[None, :] * C)
+        acc = tl.load(added_ptrs, mask=mask_n[:, None], other=0.0)
     if HAS_KEEP:  # a patch that is not there reads no pixel and gives NaN
         acc = tl.where((listed & ~is_patch)[None, :], float("nan"), acc)
 
@@ -219,7 +235,7 @@ def _patch_embed_bwd_images_kernel(
     tl.store(dimages_ptrs, store, mask=mask_k[:, None] & mask_m[None, :])
 
 
-@triton.jit(do_not_specialize=["num_patches"], **ANY_BATCH)
+@triton.jit(do_not_specialize=["B", "num_kept", "num_patches"], **ANY_BATCH)
 def _patch_embed_slots_kernel(
     slots_ptr, keep_ptr, B, num_kept, num_patches, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr
 ):
@@ -235,7 +251,7 @@ def _patch_embed_slots_kernel(
     tl.store(slots_ptr + offs_p.to(tl.int64) * B + b, slots, mask=offs_p < num_patches)
 
 
-@triton.jit(do_not_specialize=["T"], **ANY_BATCH)
+@triton.jit(do_not_specialize=["B", "T"], **ANY_BATCH)
 def _patch_embed_bwd_kept_kernel(
     dtoken_ptr, dout_ptr, slots_ptr, B, T, C, num_prefix,
     BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,

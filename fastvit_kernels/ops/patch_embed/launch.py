@@ -16,8 +16,10 @@ from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
 from ...runtime.triton import bind_launch, triton
 from ..common.gemm import input_precision, needs_fence
+from ..common.gemm_configs import gemm_key
 from ..common.reduction import column_sum
 from .configs import (
+    ADDED_TILE,
     BWD_IMAGES_TABLE,
     BWD_WEIGHT_PROGRAMS_PER_SM,
     BWD_WEIGHT_TABLE,
@@ -29,6 +31,7 @@ from .configs import (
     TL_DTYPES,
 )
 from .kernels import (
+    _patch_embed_added_kernel,
     _patch_embed_bwd_images_kernel,
     _patch_embed_bwd_kept_kernel,
     _patch_embed_bwd_weight_kernel,
@@ -91,7 +94,9 @@ def _flops(images, C, patch, keep):
 
 class FwdPlan(NamedTuple):
     out: tuple[int, ...]  # its shape
-    launch: Callable[..., None] | None  # called with tensors; None where out is empty
+    tokens: int  # of an image, with those that a list leaves out
+    added: Callable[..., None] | None  # called with tensors; None where nothing is added
+    launch: Callable[..., None] | None  # the same; None where out is empty
 
 
 @launch_plan
@@ -103,32 +108,38 @@ def _fwd_plan(
 ) -> FwdPlan:  # fmt: skip
     """images, weight: their shapes."""
     C, channels, *patch = weight
+    K = math.prod(weight[1:])
     grid = grid_of(images, patch)
     num_patches = math.prod(grid)
     B, T = images[0], num_prefix + (num_patches if num_kept is None else num_kept)
+    tokens = num_prefix + num_patches
     if B * T * C == 0:
-        return FwdPlan((B, T, C), None)
-    pixels = "uint8" if images_dtype is torch.uint8 else "float"
-    config = FWD_TABLE.choose(gpu, DTYPE_NAMES[dtype], pixels)
+        return FwdPlan((B, T, C), tokens, None, None)
+    config = FWD_TABLE.choose(gpu, *gemm_key(B * T, C, K, dtype))
     block_m, block_n, block_k = config[:3]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
-    K = math.prod(weight[1:])
     largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
     bytes_per_step = block_m * images_dtype.itemsize + block_n * dtype.itemsize
     block_k = _depth(largest_k, K, bytes_per_step)
-    first_pos = 0 if num_pos is None else num_prefix + num_patches - num_pos
+    added = None
+    if has_bias or num_prefix or num_pos is not None:
+        added = bind_launch(
+            _patch_embed_added_kernel, (tokens, triton.cdiv(C, ADDED_TILE["BLOCK_C"])), C,
+            num_prefix, tokens - (num_pos or tokens), HAS_BIAS=has_bias,
+            HAS_PREFIX=num_prefix > 0, HAS_POS=num_pos is not None, **ADDED_TILE,
+        )  # fmt: skip
     precision = "ieee" if precision == "highest" else "tf32"
     launch = bind_launch(
         _patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
-        B * T, T, C, num_prefix, first_pos, num_patches, *grid[-2:], *_strides(strides),
+        B * T, T, C, num_prefix, num_patches, *grid[-2:], *_strides(strides),
         scales, offsets, CHANNELS=channels, **_patch_constants(patch),
-        ALIGN=_alignment(strides, patch[-1]), HAS_BIAS=has_bias, HAS_PREFIX=num_prefix > 0,
-        HAS_POS=num_pos is not None, HAS_KEEP=num_kept is not None,
+        ALIGN=_alignment(strides, patch[-1]), HAS_ADDED=added is not None,
+        HAS_KEEP=num_kept is not None,
         FENCE=images_dtype == dtype and needs_fence(gpu, dtype, precision),
         INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         **config.options(),
     )  # fmt: skip
-    return FwdPlan((B, T, C), launch)
+    return FwdPlan((B, T, C), tokens, added, launch)
 
 
 @operator(
@@ -145,7 +156,7 @@ def patch_embed_fwd(
     keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
     """
     C = weight.shape[0]
-    shape, launch = _fwd_plan(
+    shape, tokens, add, launch = _fwd_plan(
         gpu(images.device), torch.get_float32_matmul_precision(), images.dtype, images.shape,
         images.stride(), weight.dtype, weight.shape, bias is not None,
         0 if prefix_tokens is None else prefix_tokens.shape[-2],
@@ -153,14 +164,13 @@ def patch_embed_fwd(
         None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
     )  # fmt: skip
     out = images.new_empty(shape, dtype=out_dtype)
-    if launch is not None:
-        launch(
-            out, images, weight.reshape(C, -1).contiguous(),
-            bias if bias is None else bias.contiguous(),
-            None if prefix_tokens is None else prefix_tokens.reshape(-1, C).contiguous(),
-            None if pos_embed is None else pos_embed.reshape(-1, C).contiguous(),
-            keep if keep is None else keep.contiguous(),
-        )  # fmt: skip
+    if launch is None:
+        return out
+    added = None
+    if add is not None:
+        added = out.new_empty((tokens, C), dtype=torch.float32)
+        add(added, contiguous(bias), contiguous(prefix_tokens), contiguous(pos_embed))
+    launch(out, images, weight.contiguous(), added, contiguous(keep))
     return out
 
 

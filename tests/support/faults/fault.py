@@ -57,6 +57,7 @@ TESTS = {  # by file of the package
     "ops/mlp/kernels.py": ("ops/test_mlp.py",),
     "ops/mlp/narrow.py": ("ops/test_narrow_mlp.py",),
     "ops/patch_embed/arguments.py": ("ops/test_patch_embed_inputs.py",),
+    "ops/patch_embed/configs.py": ("ops/test_patch_embed.py",),
     "ops/patch_embed/kernels.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),
     "ops/patch_embed/launch.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),
     "ops/patch_embed/pixels.py": ("ops/test_patch_embed.py", "ops/test_patch_embed_inputs.py"),

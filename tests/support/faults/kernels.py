@@ -1214,14 +1214,29 @@ BIAS_GRADIENT = [
 
 PATCH_EMBED = [
     Fault(
-        "patch-bias-on-prefix", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "patch-bias-on-prefix", "ops/patch_embed/kernels.py", "_patch_embed_added_kernel",
         "the bias added to prefix tokens too",
-        "acc = tl.where(is_patch[None, :], bias[:, None], acc)", "acc += bias[:, None]",
+        "mask=mask_c & (t >= num_prefix)", "mask=mask_c",
     ),
     Fault(
-        "patch-position-start", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "patch-position-start", "ops/patch_embed/kernels.py", "_patch_embed_added_kernel",
         "positions of patches alone read as those of all tokens",
-        "pos_ptr + offs_token - pos_start * C", "pos_ptr + offs_token",
+        "pos_ptr + offs - pos_start * C", "pos_ptr + offs",
+    ),
+    Fault(
+        "patch-added-16-bit", "ops/patch_embed/launch.py", "patch_embed_fwd",
+        "bias, prefix and position rounded to the result's dtype before the product is added",
+        "out.new_empty((tokens, C), dtype=torch.float32)", "out.new_empty((tokens, C))",
+    ),
+    Fault(
+        "patch-wide-limit", "ops/patch_embed/configs.py", "_fwd_fits",
+        "the wide tile on GPUs whose blocks have 99 KB",
+        "gpu.shared_limit <= 3 * STAGE_BYTES + 4096", "False",
+    ),
+    Fault(
+        "patch-wide-few", "ops/patch_embed/configs.py", "_default_fwd",
+        "the wide tile where its tiles are fewer than the SMs",
+        "tiles >= gpu.num_sms", "tiles >= 0",
     ),
     Fault(
         "patch-pixel-row", "ops/patch_embed/pixels.py", "pixel_offset",
@@ -1266,8 +1281,7 @@ PATCH_EMBED = [
     Fault(
         "patch-keep-position", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
         "positions by the place in the list of kept patches",
-        "offs_token = offs_n[:, None] + place[None, :] * C",
-        "offs_token = offs_n[:, None] + t[None, :] * C",
+        "offs_n[:, None] + place[None, :] * C", "offs_n[:, None] + t[None, :] * C",
     ),
     Fault(
         "patch-keep-weight", "ops/patch_embed/kernels.py", "_patch_embed_bwd_weight_kernel",
