@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 import torch
@@ -47,21 +47,16 @@ class Crops:
     def cu_seqlens(self) -> Tensor:
         """(sum of B + 1,) int32"""
         starts = [
-            torch.arange(self.ends[i], end, T, dtype=torch.int32, device=self.device)
-            for i, ((_, T), end) in enumerate(zip(self.sizes, self.ends[1:], strict=True))
+            torch.arange(start, end, T, dtype=torch.int32, device=self.device)
+            for (start, end), (_, T) in zip(pairwise(self.ends), self.sizes, strict=True)
         ]
-        last = torch.full((1,), self.ends[-1], dtype=torch.int32, device=self.device)
-        return torch.cat([*starts, last])
+        return F.pad(torch.cat(starts), (0, 1), value=self.ends[-1])
 
     @cached_property
     def image(self) -> Tensor:
         """(total,) int64: to which image of the sum of B each token belongs."""
-        ends = [0, *accumulate(B for B, _ in self.sizes)]
-        every = [
-            torch.arange(ends[i], ends[i + 1], device=self.device).repeat_interleave(T)
-            for i, (_, T) in enumerate(self.sizes)
-        ]
-        return torch.cat(every)
+        tokens = torch.arange(self.ends[-1], dtype=torch.int32, device=self.device)
+        return torch.bucketize(tokens, self.cu_seqlens[1:], right=True)
 
     @staticmethod
     def join(images: Sequence[Tensor]) -> Tensor:
@@ -114,8 +109,7 @@ class Crops:
                 whole, tokens = self.of
                 cos, sin = (t.index_select(-2, tokens) for t in whole.rows(key, tables))
             else:
-                pairs = [tables(place, size) for place, size in enumerate(self.sizes)]
-                coses, sines = zip(*pairs, strict=True)
+                coses, sines = zip(*starmap(tables, enumerate(self.sizes)), strict=True)
                 cos, sin = self._rows(coses, still=1.0), self._rows(sines, still=0.0)
             self.tables[key] = cos, sin
         return self.tables[key]

@@ -142,11 +142,9 @@ def _check(crops: Any, kwargs: dict[str, Any]) -> None:
         if x.ndim != 4 or not len(x):
             form = "(B, C, height, width) with B > 0"
             raise ValueError(f"packed: crops[{place}] must be {form}, got {tuple(x.shape)}")
-        kinds = [
-            {"channels": t.shape[1], "dtype": t.dtype, "device": t.device} for t in (x, crops[0])
-        ]
-        for what, came in kinds[0].items():
-            if came != (first := kinds[1][what]):
+        kinds = [(t.shape[1], t.dtype, t.device) for t in (x, crops[0])]
+        for what, came, first in zip(("channels", "dtype", "device"), *kinds, strict=True):
+            if came != first:
                 raise ValueError(
                     f"packed: crops[{place}] must have the {what} of crops[0], {first}, got {came}"
                 )

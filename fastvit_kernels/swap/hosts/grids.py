@@ -27,8 +27,9 @@ class Windows(NamedTuple):
     def padded(self) -> tuple[int, ...]:
         return tuple(n + -n % size for n, size in zip(self.grid, self.size, strict=True))
 
-    def rolled(self, x: Tensor, sign: int) -> Tensor:
-        if not any(self.shift):
+    def rolled(self, x: Tensor, sign: int, padded: bool) -> Tensor:
+        """x, padded or not; shifted where the host shifts such a grid."""
+        if padded != self.pads_first or not any(self.shift):
             return x
         return torch.roll(x, [sign * n for n in self.shift], [*range(1, len(self.grid) + 1)])
 
@@ -37,12 +38,10 @@ class Windows(NamedTuple):
         axes = len(self.grid)
         x = x if x.ndim > 3 else x.unflatten(1, self.grid)
         pad = [n - m for n, m in zip(self.padded(), self.grid, strict=True)]
-        if not self.pads_first:
-            x = self.rolled(x, -1)
+        x = self.rolled(x, -1, padded=False)
         if any(pad):
             x = F.pad(x, (0, 0, *(n for m in reversed(pad) for n in (0, m))))
-        if self.pads_first:
-            x = self.rolled(x, -1)
+        x = self.rolled(x, -1, padded=True)
         for axis in range(axes, 0, -1):
             x = x.unflatten(axis, (-1, self.size[axis - 1]))
         places = range(2 * axes + 1)
@@ -56,12 +55,10 @@ class Windows(NamedTuple):
         x = x if x.ndim > 3 else x.unflatten(1, self.size)
         x = x.unflatten(0, (-1, *(n // m for n, m in zip(padded, self.size, strict=True))))
         x = x.permute(0, *(p for n in range(1, axes + 1) for p in (n, n + axes)), 2 * axes + 1)
-        x = x.reshape(-1, *padded, x.shape[-1])
-        if self.pads_first:
-            x = self.rolled(x, 1)
+        x = self.rolled(x.reshape(-1, *padded, x.shape[-1]), 1, padded=True)
         if padded != self.grid:
             x = x[(slice(None), *map(slice, self.grid))]
-        x = x if self.pads_first else self.rolled(x, 1)
+        x = self.rolled(x, 1, padded=False)
         return x.flatten(1, axes) if tokens else x
 
     def mask(self, like: Tensor) -> Tensor | None:
@@ -104,10 +101,8 @@ def with_decomposed(
     on_grid = q.unflatten(2, grid)
     rows = torch.einsum("bnyxd,ykd->bnyxk", on_grid, by_row).flatten(2, 3)
     columns = torch.einsum("bnyxd,xkd->bnyxk", on_grid, by_column).flatten(2, 3)
-    places = torch.cartesian_prod(y, x)
-    place = torch.cat((F.one_hot(places[:, 0], height), F.one_hot(places[:, 1], width)), dim=1).to(
-        q.dtype
-    )
+    row, column = torch.cartesian_prod(y, x).unbind(1)
+    place = torch.cat((F.one_hot(row, height), F.one_hot(column, width)), dim=1).to(q.dtype)
     D = q.shape[-1]
     wide = -(-(D + height + width) // 8) * 8  # the kernels take multiples of 8
     q = torch.cat((q * scale, rows.to(q.dtype), columns.to(q.dtype)), dim=-1)

@@ -82,9 +82,7 @@ def reading_of(roles: Any, mask: Tensor, x: Tensor) -> str | None:
 
 def fits(roles: Any, mask: Any, x: Tensor) -> bool:
     """Whether a mask is of a kind that was proven."""
-    if mask is None:
-        return True
-    return (
+    return mask is None or (
         isinstance(mask, Tensor)
         and is_raw(mask)
         and mask.device == x.device

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import autocast_dtype
 from . import fused
 from .block import Block, Step, pre_norm
 from .fused import example, row, width_of
 from .grids import Windows, bias_of
+from .masks import fits
 from .mlp import Mlp, MlpRoles
 from .special.windows import WINDOW_ATTENTION
 
 
 def _few_positions(copy: Any) -> dict[str, Any]:
     """Windows of 2 by 2 by 2, of which a proof takes no seconds."""
-    sizes, shifts = copy.window_size, copy.shift_size
-    few = tuple(min(n, 2) for n in sizes), tuple(min(n, 1) for n in shifts)
-    return dict(zip(("window_size", "shift_size"), few, strict=True))
+    few = {"window_size": 2, "shift_size": 1}
+    return {name: tuple(min(n, most) for n in getattr(copy, name)) for name, most in few.items()}
 
 
 class WindowAttention(WINDOW_ATTENTION):
@@ -33,9 +32,6 @@ class WindowAttention(WINDOW_ATTENTION):
         drops = self.use_flash_attention and self.fused_dropout_p() > 0
         return "its dropout is for gradients alone" if drops else super().fused_blocked()
 
-    def fused_scale(self: Any) -> float:
-        return self.scale
-
     def fused_bias(self: Any, tokens: int | None = None) -> Tensor:
         index = self.relative_position_index[:tokens, :tokens]
         return bias_of(self.relative_position_bias_table, index)
@@ -45,8 +41,7 @@ class WindowAttention(WINDOW_ATTENTION):
         return own if mask is None else own + mask[:, None]
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        C = width_of(self)
-        return [(4, 5, C), (2, 4, C)]
+        return [(4, 5, width_of(self)), (2, 4, width_of(self))]
 
 
 class SwinBlock(Block):
@@ -62,31 +57,25 @@ class SwinBlock(Block):
 
     def fused_cut(self: Any, x: Tensor) -> Windows:
         grid = tuple(x.shape[1:-1])
-        smaller = [n <= size for n, size in zip(grid, self.window_size, strict=True)]
-        every = zip(grid, self.window_size, self.shift_size, smaller, strict=True)
-        sizes = [(n, 0) if small else (size, shift) for n, size, shift, small in every]
-        return Windows(grid, tuple(n for n, _ in sizes), tuple(n for _, n in sizes))
+        every = zip(grid, self.window_size, self.shift_size, strict=True)
+        cuts = [(n, 0) if n <= size else (size, shift) for n, size, shift in every]
+        sizes, shifts = zip(*cuts, strict=True)
+        return Windows(grid, sizes, shifts)
 
     def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
         """A grid of a whole number of windows in no axis, and one of a single window in one."""
-        first, *others, C = *self.window_size, width_of(self)
-        calls = []
-        for grid in ((2 * first - 1, *(n + 1 for n in others)), (first, *(2 * n for n in others))):
-            x = example(generator, 2, *grid, C)
-            calls.append((x, {"mask_matrix": self.fused_cut(x).mask(x)}))
-        return calls
+        first, *others = self.window_size
+        grids = (2 * first - 1, *(n + 1 for n in others)), (first, *(2 * n for n in others))
+        inputs = [example(generator, 2, *grid, width_of(self)) for grid in grids]
+        return [(x, {"mask_matrix": self.fused_cut(x).mask(x)}) for x in inputs]
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         return x.ndim == 2 + len(self.window_size)
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
-        mask = extras.get("mask_matrix")
-        if mask is not None:
-            N = self.fused_cut(x).tokens
-            known = fused.is_dense(mask) and mask.ndim == 3 and mask.shape[1:] == (N, N)
-            if not known or (mask.dtype != x.dtype and autocast_dtype(x) is None):
-                return None
-        return x, extras
+        window = x.new_empty(1, self.fused_cut(x).tokens, 0)  # the size of what its mask is for
+        known = fits(WindowAttention.fused_roles, extras.get("mask_matrix"), window)
+        return (x, extras) if known else None
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attn":

@@ -97,7 +97,7 @@ FAULTS = [
     ),
     Fault(
         "crops-dropped-by-size", "models/packing.py", "Crops.image",
-        "all images of a size drop together", ".repeat_interleave(T)", ".repeat(T)",
+        "the first token of an image drops with the image before it", "right=True", "right=False",
         only=(CROPS + "drop_path_drops_images[timm]",),
     ),
     Fault(
@@ -743,7 +743,7 @@ FAULTS = [
     ),
     Fault(
         "monai-smaller-window", "swap/hosts/monai.py", "SwinBlock.fused_cut",
-        "a grid below a window is padded and shifted", "n <= size for", "n < size for",
+        "a grid below a window is padded and shifted", "if n <= size", "if n < size",
         only=(TRAINS + "[swin_monai]",),
     ),
     Fault(

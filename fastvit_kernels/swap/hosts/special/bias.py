@@ -83,12 +83,12 @@ class Data2VecAttention(OwnBias, Attention):
 
 
 # The MLP of a layer that has a module for each of its halves.
-_HALVES = MlpRoles(
+HALVES = MlpRoles(
     "intermediate.dense", "output.dense", after="output.dropout",
     act="intermediate.intermediate_act_fn",
 )  # fmt: skip
 DATA2VEC_LAYER = layer(
-    "layernorm_before", "attention", "lambda_1 drop_path", "layernorm_after", _HALVES,
+    "layernorm_before", "attention", "lambda_1 drop_path", "layernorm_after", HALVES,
     "lambda_2 drop_path", given=Data2VecAttention.fused_extra_kwargs, result=(2, 0),
     through=("intermediate", "output"), unread=frozenset(),
 )  # fmt: skip

@@ -77,9 +77,8 @@ class NaFlexVit(Model):
         if given is None or not given.keys() <= set(names):
             return None
         x = given.pop(names[0], None)
-        known = {**given, **x} if isinstance(x, dict) else given
-        patches = x.get("patches") if isinstance(x, dict) else x
-        tensors = patches, known.get("patch_coord"), known.get("patch_valid")
+        known = {**given, **(x if isinstance(x, dict) else {"patches": x})}
+        tensors = [known.get(n) for n in ("patches", "patch_coord", "patch_valid")]
         if known.get("attn_mask") is not None or not all(map(is_dense, tensors)):
             return None
         given.pop("attn_mask", None)
@@ -184,13 +183,11 @@ class MaeEmbeddings(Fused):
         if extras.pop("interpolate_pos_encoding", False):
             return None
         patches = self.patch_embeddings
-        noise, shape = extras.get("noise"), (x.shape[0], patches.num_patches)
-        given = noise is None or is_dense(noise)
-        if not given or (noise is not None and (noise.shape, noise.device) != (shape, x.device)):
-            return None
+        noise, wanted = extras.get("noise"), ((x.shape[0], patches.num_patches), x.device)
+        known = noise is None or (is_dense(noise) and (noise.shape, noise.device) == wanted)
         fits = tuple(x.shape[1:]) == (patches.num_channels, *patches.image_size)
-        keeps = int(shape[1] * (1 - self.config.mask_ratio)) > 0
-        return (x, extras) if fits and keeps and x.is_floating_point() else None
+        keeps = int(patches.num_patches * (1 - self.config.mask_ratio)) > 0
+        return (x, extras) if known and fits and keeps and x.is_floating_point() else None
 
     def fused_forward(
         self: Any, x: Tensor, noise: Tensor | None = None

@@ -49,17 +49,15 @@ class VJepaAttention(Attention):
     def fused_heads(  # type: ignore[override]
         self: Any, x: Tensor, position_mask: Tensor | None = None
     ) -> Tensor:
-        places = position_mask
-        if places is None:
-            places = torch.arange(x.shape[1], device=x.device)
-        frame, place = places // self.grid_size**2, places % self.grid_size**2
+        if position_mask is None:
+            position_mask = torch.arange(x.shape[1], device=x.device)
+        frame, place = position_mask // self.grid_size**2, position_mask % self.grid_size**2
         axes = torch.stack((frame, place // self.grid_size, place % self.grid_size), -1)
         # In the dtype of q, as the host's: bf16 under autocast.
         dtype = autocast_dtype(x) or x.dtype
-        columns = self.d_dim
-        omega = torch.arange(columns // 2, dtype=dtype, device=x.device) / (columns / 2.0)
-        angles = axes.unsqueeze(-1) * (1.0 / 10000**omega)  # (..., T, 3, columns / 2)
-        angles = angles.repeat(*[1] * (angles.ndim - 1), 2).flatten(-2)
+        omega = torch.arange(self.d_dim // 2, dtype=dtype, device=x.device) / (self.d_dim / 2.0)
+        angles = axes.unsqueeze(-1) * (1.0 / 10000**omega)  # (..., T, 3, d_dim / 2)
+        angles = torch.cat((angles, angles), dim=-1).flatten(-2)
         return self.fused_attend(x, turn=Turn(angles.cos(), angles.sin(), interleaved=True))
 
 
@@ -74,19 +72,13 @@ class Clippable(Unfused):
         return "it clips its values" if module.use_clipped_linears else None
 
 
-def _linear_of(module: Any) -> Any:
-    """The Linear of a module that only holds it; else the module, to be called."""
-    inner = getattr(module, "linear", None)
-    if isinstance(module, Clippable) and can_inline(module) and not module.use_clipped_linears:  # type: ignore[attr-defined]
-        return inner
-    return module
-
-
 class Clipped(Body):
-    """Its Linears lie inside modules of their own."""
+    """Its Linears lie inside modules of their own, which are called where they do more."""
 
     def fused_child(self, name: str) -> Any:
-        return _linear_of(super().fused_child(name))
+        child: Any = super().fused_child(name)
+        holds = isinstance(child, Clippable) and can_inline(child)
+        return child.linear if holds and not child.use_clipped_linears else child  # type: ignore[attr-defined]
 
 
 def _by_pairs(x: Tensor, axis: int, D: int) -> Tensor:
@@ -145,13 +137,9 @@ class GemmaAttention(Clipped, Attention):
             q, k = turned(q, k, Turn(cos, sin), norms)
         else:
             rotate = sys.modules[self.fused_host.__module__].apply_multidimensional_rope
-            q, k = (
-                rotate(
-                    norm(project(m, x).unflatten(-1, (-1, D))), *position_embeddings, position_ids
-                )
-                for m, norm in ((q, self.q_norm), (k, self.k_norm))
-            )
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            both = (q, self.q_norm), (k, self.k_norm)
+            heads = [norm(project(m, x).unflatten(-1, (-1, D))) for m, norm in both]
+            q, k = (rotate(t, *position_embeddings, position_ids).transpose(1, 2) for t in heads)
         v, _ = fused.normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
             q, k, v.transpose(1, 2), mask=by_keys(attention_mask),

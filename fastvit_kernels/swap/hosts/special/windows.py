@@ -30,7 +30,7 @@ from ..grids import Windows, bias_of
 from ..layers import DROP_PATH, MLP, layer
 from ..layers import Attention as HfAttention
 from ..masks import SHIFTED
-from ..mlp import MlpRoles
+from .bias import HALVES
 
 
 def _area(copy: Any) -> dict[str, int]:
@@ -51,7 +51,7 @@ def _softmax_watched(self: Any) -> str | None:
 
 
 def _scale(self: Any) -> float | None:
-    return None if self.fused_attn else self.scale
+    return None if getattr(self, "fused_attn", False) else self.scale
 
 
 # timm's, on windows (B windows, N, C). It forms the scores by default: `fused_attn` says nothing.
@@ -115,9 +115,7 @@ class SwinBlock(Block):
 
     def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
         rows, columns = self.window_size
-        grid = (rows + 1, 2 * columns)
-        if self.attn_mask is not None:
-            grid = self.input_resolution
+        grid = (rows + 1, 2 * columns) if self.attn_mask is None else self.input_resolution
         return [(example(generator, 1, *grid, width_of(self.norm1)), {})]
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
@@ -130,14 +128,21 @@ class SwinBlock(Block):
         return {"windows": windows, "mask": mask}
 
 
-def _by_sample(module: Any) -> str | None:
-    return None if module.mode == "row" else "it drops whole batches"
+class OwnWindows(Attention):
+    """An attention that cuts its windows itself."""
+
+    fused_cut: Any  # (x) -> the windows and their mask, as a block gives them; {}: it sees all of x
+
+    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
+        planned, found = super().fused_planned(place), self.fused_found(place)
+
+        def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
+            return planned(modules, x, epilogue, {**more, **found(modules).fused_cut(x)})
+
+        return run
 
 
-STOCHASTIC_DEPTH = row(DropPath, roles=PathRoles("p"), reject=staticmethod(_by_sample))
-
-
-class ShiftedWindowAttention(Attention):
+class ShiftedWindowAttention(OwnWindows):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
     fused_roles = ROLES._replace(after="", dropout="attention_dropout")
@@ -158,34 +163,22 @@ class ShiftedWindowAttention(Attention):
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         yield self, self.window_size[0] * self.window_size[1]
 
-    def fused_cut(self: Any, x: Tensor) -> Windows:
-        size = tuple(self.window_size)
-        windows = Windows((x.shape[1], x.shape[2]), size, (0, 0))
-        bounds = zip(self.shift_size, size, windows.padded(), strict=True)
-        shift = [0 if n >= length else step for step, n, length in bounds]
-        return windows._replace(shift=tuple(shift))
+    def fused_cut(self: Any, x: Tensor) -> dict[str, Any]:
+        grid = x.shape[1], x.shape[2]
+        every = zip(grid, self.window_size, self.shift_size, strict=True)
+        shift = tuple(step if n > size else 0 for n, size, step in every)
+        windows = Windows(grid, tuple(self.window_size), shift)
+        return {"windows": windows, "mask": windows.mask(self.qkv.weight)}
 
     def fused_bias(self: Any) -> Tensor | None:
         return self.get_relative_position_bias()
 
-    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
-        planned, found = super().fused_planned(place), self.fused_found(place)
 
-        def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
-            windows = found(modules).fused_cut(x)
-            mask = windows.mask(found(modules).qkv.weight)
-            return planned(modules, x, epilogue, {"windows": windows, "mask": mask})
-
-        return run
-
-
-class ShiftedCosine(ShiftedWindowAttention):
+class ShiftedCosine(ShiftedWindowAttention, Cosine):
     """torchvision's Swin V2: whatever the bias of k is, it counts as zero."""
 
     fused_roles = ShiftedWindowAttention.fused_roles._replace(scale=1.0)
     fused_children = Cosine.fused_children | {"relative_position_index", "relative_coords_table"}
-    fused_norms, fused_normed = Cosine.fused_norms, Cosine.fused_normed
-    fused_positions, fused_pytorch = Cosine.fused_positions, Cosine.fused_pytorch
 
     def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
         weight, bias = self.qkv.weight, self.qkv.bias
@@ -227,21 +220,14 @@ class HfSwinLayer(Block):
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
         if step.body != "attention":
             return {}
+        grid = extras["input_dimensions"]
         adapts = hasattr(self, "set_shift_and_window_size")  # V2 is made for its grid
         if adapts and not extras.get("always_partition", False):
-            self.set_shift_and_window_size(extras["input_dimensions"])
-        size, shift = self.window_size, self.shift_size
-        height, width = extras["input_dimensions"]
-        windows = Windows((height, width), (size, size), (shift, shift))
+            self.set_shift_and_window_size(grid)
+        windows = Windows(tuple(grid), (self.window_size,) * 2, (self.shift_size,) * 2)
         return {"windows": windows, "attention_mask": windows.mask(x)}
 
 
-TIMM: dict[str, Any] = {
-    "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
-        "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
-    ),
-    "timm.models.swin_transformer.WindowAttention": WINDOW_ATTENTION,
-}
 TORCHVISION: dict[str, Any] = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ShiftedWindowAttention,
     "torchvision.models.swin_transformer.SwinTransformerBlock": pre_norm(
@@ -251,12 +237,11 @@ TORCHVISION: dict[str, Any] = {
     "torchvision.models.swin_transformer.SwinTransformerBlockV2": pre_norm(
         "", "attn", "norm1 stochastic_depth", "", "mlp", "norm2 stochastic_depth", axes=(4,)
     ),
-    "torchvision.ops.stochastic_depth.StochasticDepth": STOCHASTIC_DEPTH,
-}
-_V2 = ("", "attn", "norm1 drop_path1", "", "mlp", "norm2 drop_path2")
-TIMM |= {
-    "timm.models.swin_transformer_v2.SwinTransformerV2Block": pre_norm(*_V2, mixin=SwinBlock),
-    "timm.models.swin_transformer_v2.WindowAttention": Cosine,
+    "torchvision.ops.stochastic_depth.StochasticDepth": row(
+        DropPath,
+        roles=PathRoles("p"),
+        reject=staticmethod(lambda m: None if m.mode == "row" else "it drops whole batches"),
+    ),
 }
 _LAYER = layer(
     "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
@@ -288,15 +273,11 @@ class HfCosine(Cosine):
 
 
 HOLDER = row(Unfused, level="epilogue")  # of what its owner computes with
-
-
 SWINV2 = (
     ("Layer", layer(
-        "", "attention", "layernorm_before drop_path", "", MlpRoles(
-            "intermediate.dense", "output.dense", act="intermediate.intermediate_act_fn",
-            after="output.dropout",
-        ), "layernorm_after drop_path", mixin=HfSwinLayer, result=(1, 0),
-        through=("intermediate", "output"), extra_kwargs=("input_dimensions",),
+        "", "attention", "layernorm_before drop_path", "", HALVES, "layernorm_after drop_path",
+        mixin=HfSwinLayer, result=(1, 0), through=("intermediate", "output"),
+        extra_kwargs=("input_dimensions",),
     )),
     ("Attention", HfCosine),
     *((end, HOLDER) for end in ("SelfAttention", "SelfOutput", "Intermediate", "Output")),
@@ -323,36 +304,20 @@ def _drops_by_window(self: Any) -> str | None:
     return None if at_rest or not self.window_size else "it drops by window"
 
 
-TIMM |= {
-    "timm.models.vision_transformer_sam.Attention": SAM_ATTENTION,
-    "timm.models.vision_transformer_sam.Block": pre_norm(
-        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
-        window="window_size", blocked=_drops_by_window, axes=(4,), first_skips=False,
-    ),
-}  # fmt: skip
-
-
 def _pools(module: Any) -> str | None:
-    """Of Hiera, whose tokens get fewer and wider from stage to stage."""
-    strides = (getattr(module, n, None) for n in ("q_stride", "query_stride"))
-    pools = any(s is not None and s != 1 for s in strides)
-    return "it pools its queries" if pools else None
+    """Of Hiera, block or attention, whose tokens get fewer and wider from stage to stage."""
+    attn = getattr(module, "attn", module)
+    strides = (getattr(attn, n, None) for n in ("q_stride", "query_stride"))
+    return "it pools its queries" if any(s not in (None, 1) for s in strides) else None
 
 
-def _pools_inside(block: Any) -> str | None:
-    return _pools(block.attn)
-
-
-class MaskUnitAttention(Attention):
+class MaskUnitAttention(OwnWindows):
     """Of timm's Hiera and transformers': within each mask unit, or over all tokens. The row of them
     has the first tokens of all units, then the second ones."""
 
     fused_roles = AttentionRoles(("qkv",), "heads", "proj")
     fused_scale = _scale
-
-    @classmethod
-    def fused_reject(cls, module: Any) -> str | None:
-        return _pools(module)
+    fused_reject: Any = staticmethod(_pools)
 
     def fused_takes(self: Any, x: Tensor) -> bool:
         size = self.window_size if self.use_mask_unit_attn else 1
@@ -362,35 +327,37 @@ class MaskUnitAttention(Attention):
         size = self.window_size if self.use_mask_unit_attn else 2
         return [(2, 3 * size, width_of(self)), (3, 2 * size, width_of(self))]
 
-    def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
-        planned, found = super().fused_planned(place), self.fused_found(place)
-
-        def run(modules: list[Any], x: Tensor, epilogue: fused.Epilogue, more: Any) -> Tensor:
-            me = found(modules)
-            if me.use_mask_unit_attn:
-                grid = me.window_size, x.shape[1] // me.window_size
-                more = {**more, "windows": Windows(grid, (grid[0], 1), (0, 0))}
-            return planned(modules, x, epilogue, more)
-
-        return run
+    def fused_cut(self: Any, x: Tensor) -> dict[str, Any]:
+        if not self.use_mask_unit_attn:
+            return {}
+        grid = self.window_size, x.shape[1] // self.window_size
+        return {"windows": Windows(grid, (grid[0], 1), (0, 0))}
 
 
-TIMM |= {
-    "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
-    "timm.models.hiera.HieraBlock": pre_norm(
-        "norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2",
-        reject=staticmethod(_pools_inside),
+_SCALED = ("norm1", "attn", "ls1 drop_path1", "norm2", "mlp", "ls2 drop_path2")
+TIMM: dict[str, Any] = {
+    "timm.models.swin_transformer.SwinTransformerBlock": pre_norm(
+        "norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", mixin=SwinBlock
     ),
-}  # fmt: skip
+    "timm.models.swin_transformer.WindowAttention": WINDOW_ATTENTION,
+    "timm.models.swin_transformer_v2.SwinTransformerV2Block": pre_norm(
+        "", "attn", "norm1 drop_path1", "", "mlp", "norm2 drop_path2", mixin=SwinBlock
+    ),
+    "timm.models.swin_transformer_v2.WindowAttention": Cosine,
+    "timm.models.vision_transformer_sam.Attention": SAM_ATTENTION,
+    "timm.models.vision_transformer_sam.Block": pre_norm(
+        *_SCALED, window="window_size", blocked=_drops_by_window, axes=(4,), first_skips=False
+    ),
+    "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
+    "timm.models.hiera.HieraBlock": pre_norm(*_SCALED, reject=staticmethod(_pools)),
+}
 HIERA = (
     ("Layer", layer(
         "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
-        result=(2, 0), reject=staticmethod(_pools_inside),
+        result=(2, 0), reject=staticmethod(_pools),
     )),
     ("MaskUnitAttention", row(
-        MaskUnitAttention, scale=Attention.fused_scale, roles=AttentionRoles(
-            ("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)
-        ),
+        MaskUnitAttention, roles=AttentionRoles(("qkv",), "num_heads", "proj", result=(2, 0))
     )),
     ("Mlp", MLP),
     ("DropPath", DROP_PATH),
@@ -399,7 +366,7 @@ HIERA = (
 SAM2 = (
     ("MultiScaleBlock", layer(
         "layer_norm1", "attn", "", "layer_norm2", "mlp", "", item=None, window="window_size",
-        axes=(4,), first_skips=False, reject=staticmethod(_pools_inside),
+        axes=(4,), first_skips=False, reject=staticmethod(_pools),
     )),
     ("MultiScaleAttention", row(
         HfAttention, axes=(4,), reject=staticmethod(_pools), roles=AttentionRoles(
@@ -453,10 +420,10 @@ class Sam3Layer(Block):
         return None if watched or is_hooked(self.attention) else (x, extras)
 
     def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        if step.body != "attention":
-            return {}
         context = super().fused_context(step, x, extras)
-        return context | {"position_embeddings": self.rotary_emb(x, self.position_ids)}
+        if step.body == "attention":
+            context["position_embeddings"] = self.rotary_emb(x, self.position_ids)
+        return context
 
 
 SAM3 = (
