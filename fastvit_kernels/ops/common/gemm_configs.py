@@ -40,8 +40,7 @@ class GemmConfig(NamedTuple):
         """An upper bound of the bytes of shared memory; the epilogue's reuse the operands' where
         no load runs ahead of it."""
         operands = (self.block_m + self.block_n) * self.block_k * self.num_stages * itemsize
-        ahead = self.flatten or self.warp_specialize
-        staged = self.block_m * self.block_n * 4 // self.subtiles if ahead else 0
+        staged = self.block_m * self.block_n * 4 // self.subtiles if self.flatten else 0
         if self.route == "gluon":
             staged = 2 * self.block_m * self.block_n * itemsize
         return operands + staged + (1024 if self.descriptors else 0)
@@ -74,10 +73,8 @@ PINGPONG = GemmConfig(
 PINGPONG_PARTS = PINGPONG._replace(subtiles=4)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
-# What triton 3.6 specialises: on sm_90 4 warps, two nested loops, whole tiles; on sm_100 one loop.
-HOPPER_WS = GemmConfig(
-    "triton", 128, 128, 64, 4, 3, programs_per_sm=1, descriptors=True, warp_specialize=True
-)
+# Roles of warps by triton itself. On sm_90 it initialises mbarriers over an operand's stage without
+# a proxy fence; PINGPONG has the roles there.
 BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
 
 SHARED_BY_BOTH = (
@@ -160,13 +157,13 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
         return False
     if config == TILE_64K and not gpu.arch.startswith("gfx"):
         return False
-    if config.warp_specialize and gpu.arch != ("sm_100" if config.flatten else "sm_90"):
+    if config.warp_specialize and gpu.arch != "sm_100":
         return False
     return config.shared(itemsize) <= gpu.shared_limit
 
 
 FWD_TABLE = ConfigTable(
-    "linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, HOPPER_WS, BLACKWELL_WS), _default, _fits
+    "linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, BLACKWELL_WS), _default, _fits
 )
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)

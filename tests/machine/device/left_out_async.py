@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.common.gemm_configs import PINGPONG
+from fastvit_kernels.ops.common.gemm_configs import PINGPONG, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
-from fastvit_kernels.runtime.configs import TABLES, forced
+from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.tools.aot import TARGETS
 
 from .driver import Recorded, ptx_machine
@@ -35,22 +35,14 @@ def ordering(program: Program) -> list[Op]:
 
 
 def longer() -> list[tuple[str, Recorded]]:
-    """Linear layers whose pipelines are full: one group of warps, warps with roles, and groups that
-    take turns, two tiles each."""
+    """Linear layers whose pipelines are full: one group of warps, and groups that take turns, two
+    tiles each."""
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
     found = [("linear in turns, K=320", one) for one in _in_turns()]
-    for has_roles in (False, True):
-        (config,) = [
-            config for config in TABLES["linear_fwd"].configs
-            if config.route == "triton" and config.descriptors and not config.flatten
-            and config.warp_specialize == has_roles
-        ][:1]  # fmt: skip
-        with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", config):
-            fk.linear(x, weight, activation="gelu")
-        name = "linear, K=320, warps with roles" if has_roles else "linear, K=320"
-        found += [(name, one) for one in machine.recorded or []]
-    return found
+    with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", TMA_TILE):
+        fk.linear(x, weight, activation="gelu")
+    return found + [("linear, K=320", one) for one in machine.recorded or []]
 
 
 def _in_turns() -> list[Recorded]:

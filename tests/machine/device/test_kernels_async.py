@@ -29,30 +29,6 @@ def test_a_convolution_is_compared_in_tf32():
     assert "1 passed, 0 failed" in said
 
 
-ROLES = """
-import torch, fastvit_kernels as fk
-from fastvit_kernels.runtime.configs import TABLES, forced
-from tests.machine.device import ptx_machine
-
-torch.manual_seed(0)
-x, weight = torch.randn(130, 320).bfloat16(), torch.randn(136, 320).bfloat16()
-config = next(c for c in TABLES["linear_fwd"].configs if c.warp_specialize and not c.flatten)
-wanted = torch.nn.functional.gelu(x.double() @ weight.double().T)
-found = []
-for order, early in ((0, False), (1, False), (1, True)):
-    with ptx_machine("sm_90", order=order, early=early), forced("linear_fwd", config):
-        found.append(fk.linear(x, weight, activation="gelu"))
-    assert ((found[-1] - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
-    assert early or torch.equal(found[0], found[-1])  # read early, products are summed one by one
-print("right in each order")
-"""
-
-
-def test_warps_with_roles():
-    """Five steps of K through three stages, so that each mbarrier goes round; both orders."""
-    assert "right in each order" in python("-c", ROLES)
-
-
 SDPA = """
 import sys, torch, fastvit_kernels as fk
 from torch.nn.functional import scaled_dot_product_attention
