@@ -33,7 +33,7 @@ from fastvit_kernels.verify.op import run_backward
 
 from .examine import Timed, is_modelled, timed
 from .launches import Launch, LibraryCall, Trace, trace_step
-from .loop_model import LAUNCH, NORM, ROOFS, START, Roof
+from .loop_model import LAUNCH, LIBRARY_START, NORM, ROOFS, Roof
 
 Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
@@ -150,7 +150,7 @@ def library_time(call: LibraryCall, roof: Roof) -> float:
     if not call.K:
         return LAUNCH + moved
     waves = math.ceil(math.ceil(call.M / 128) * math.ceil(call.N / 256) / roof.num_sms)
-    cycles = waves * (128 * 256 * call.K / (4 * (roof.hgmma or roof.hmma)) + START)
+    cycles = waves * (128 * 256 * call.K / (4 * (roof.hgmma or roof.hmma)) + LIBRARY_START)
     return LAUNCH + (moved**NORM + (cycles * 1e-3 / roof.ghz) ** NORM) ** (1 / NORM)
 
 

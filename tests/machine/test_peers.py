@@ -42,16 +42,78 @@ print(json.dumps([launch.kernel.config for launch in trace.launches]))
 """
 
 
-def test_the_best_of_an_autotuned_kernel(tmp_path):
-    (tmp_path / "small-peer.py").write_text(SOURCE)
+def _printed(program, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "small-peer.py")],
-        env=environment, capture_output=True, text=True, timeout=3600,
+        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True,
+        text=True, timeout=3600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_best_of_an_autotuned_kernel(tmp_path):
+    (tmp_path / "small-peer.py").write_text(SOURCE)
     # Eight warps on 64 rows do the first product twice, one warp has no wgmma.
-    assert json.loads(result.stdout) == ["M=64 D=64 w4 s1"]
+    assert _printed(PROGRAM, str(tmp_path / "small-peer.py")) == ["M=64 D=64 w4 s1"]
+
+
+FLASH = """
+import triton
+import triton.language as tl
+
+CONFIGS = [triton.Config({"M": M}, num_warps=4, num_stages=s) for M in (64, 128) for s in (2, 3)]
+
+
+@triton.autotune(CONFIGS, key=[])
+@triton.jit
+def flash_kernel(out_ptr, q_ptr, k_ptr, v_ptr, rows, T, scale, D: tl.constexpr, M: tl.constexpr):
+    N: tl.constexpr = 64
+    q_desc = tl.make_tensor_descriptor(q_ptr, [rows, D], [D, 1], [M, D])
+    k_desc = tl.make_tensor_descriptor(k_ptr, [rows, D], [D, 1], [N, D])
+    v_desc = tl.make_tensor_descriptor(v_ptr, [rows, D], [D, 1], [N, D])
+    first = tl.program_id(1) * T
+    row = first + tl.program_id(0) * M
+    q = q_desc.load([row, 0])
+    largest = tl.full((M,), float("-inf"), dtype=tl.float32)
+    total = tl.full((M,), 1.0, dtype=tl.float32)
+    acc = tl.zeros((M, D), dtype=tl.float32)
+    for start in range(0, T, N):
+        scores = tl.dot(q, k_desc.load([first + start, 0]).T)
+        larger = tl.maximum(largest, tl.max(scores, 1) * scale)
+        p = tl.math.exp2(scores * scale - larger[:, None])
+        alpha = tl.math.exp2(largest - larger)
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(q.dtype), v_desc.load([first + start, 0]), acc)
+        largest = larger
+    offs = (row + tl.arange(0, M))[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(out_ptr + offs, (acc / total[:, None]).to(q.dtype))
+"""
+
+FLASH_PROGRAM = """
+import json, sys, torch
+from pathlib import Path
+from tests.machine.examine import timed
+from tests.machine.launches import tracing
+from tests.machine.peers import _load, best_of_autotuned
+from fastvit_kernels.tools.aot import TARGETS
+
+kernel, heads, rates = _load(Path(sys.argv[1])).flash_kernel, 1024, {}
+for T in (512, 1024, 2048):
+    out, q, k, v = (torch.empty(heads * T, 64, dtype=torch.float16) for _ in range(4))
+    with tracing(TARGETS["sm_90"]) as trace, best_of_autotuned(trace):
+        kernel[lambda given: (T // given["M"], heads)](out, q, k, v, heads * T, T, 0.1, D=64)
+    rates[T] = 4 * heads * T * T * 64 / timed(trace.launches[0]).modelled.us * 1e-6
+print(json.dumps(rates))
+"""
+
+
+def test_the_model_gives_the_published_rate_of_attention(tmp_path):
+    """Plain flash attention in Triton, forward, D = 64, on an H100: arXiv:2407.08608, figure 5."""
+    (tmp_path / "flash.py").write_text(FLASH)
+    modelled = _printed(FLASH_PROGRAM, str(tmp_path / "flash.py"))
+    assert modelled == pytest.approx({"512": 340, "1024": 382, "2048": 396}, rel=0.05)
 
 
 def test_the_command_compares_by_the_model_alone():

@@ -84,8 +84,8 @@ class BwdForm(NamedTuple):
 
 
 # Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
-# why. "modelled": next to published times of cuDNN and FlashAttention 3 at D = 64 our forward and
-# backward are level at T = 1025 and take 1.25 and 1.5 times as long at 2048. Not yet measured.
+# why. "modelled": beside published times at D = 64 (docs/benchmarks.md) our backward takes 1.15
+# times as long at T = 1024, 1.3 times at 2048. Not yet measured.
 LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "modelled")}
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
