@@ -80,9 +80,10 @@ def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
     sum of a `linear` no wider than its output and of what a `layer_norm_and_input` handed on,
     inside other hooks on saved tensors, and in torch.compile, whose partitioner decides.
     """
-    layer: Any = x.grad_fn
+    layer: Any = None
     norm = None
     if not torch.compiler.is_compiling() and not is_hooked():
+        layer = x.grad_fn  # which no compiler follows
         norm = _norm_before(layer)
     if norm is None:
         yield None

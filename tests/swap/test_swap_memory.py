@@ -121,6 +121,18 @@ def test_low_memory_calls_a_hooked_norm():
     assert calls == [1] and swap_in(block, memory="low").rebuilt == ["norm2"]
 
 
+def test_low_memory_breaks_no_graph(rebuilt):
+    """A compiler keeps what it likes: nothing is rebuilt, and it follows every line."""
+    _, _, block = _swapped_block("timm", "low")
+    wanted = _step(block)
+    rebuilt.clear()
+    torch.compiler.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    got = _step(block, lambda _, x: compiled(x))
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    assert not rebuilt
+
+
 def test_low_memory_leaves_a_checkpoint_alone(rebuilt):
     """What a checkpoint computes again it need not keep: its own hooks decide."""
     _, _, block = _swapped_block("timm", "default")

@@ -464,6 +464,15 @@ FAULTS: list[Fault] = [
         only=("ops/test_rebuilt_sum.py::test_rebuilt_sum_of_a_view_that_is_saved",),
     ),
     Fault(
+        "op-rebuilt-sum-compiled",
+        "ops/rebuilt_sum.py",
+        "rebuilt_sum",
+        "a compiler is asked for the node of a sum, and breaks its graph",
+        "layer: Any = None",
+        "layer: Any = x.grad_fn",
+        only=("swap/test_swap_memory.py::test_low_memory_breaks_no_graph",),
+    ),
+    Fault(
         "op-rebuilt-sum-of-output",
         "ops/rebuilt_sum.py",
         "_norm_before",
