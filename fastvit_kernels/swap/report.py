@@ -25,6 +25,7 @@ from .hosts.roles import weight_and_bias
 
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
+IN_GRAPHS = "in a graph: no handover from norm to linear, under autocast 8 C bytes a token more"
 OURS = (Block, PatchEmbed, Attention, Mlp, GluMlp, SwiGLU, LayerNorm, RmsNorm)
 _OUR_FORWARDS = frozenset(cls.forward for cls in OURS)
 Why = Callable[[Any], str | None]  # why a swapped module runs its host's forward, None: it doesn't
@@ -156,6 +157,13 @@ def is_ours(module: object) -> bool:
 
 def verdict_of(module: Any) -> str | None:
     return module.fused_verdict() if isinstance(module, Fused) else None
+
+
+def lost_in_graphs(module: Any) -> str:
+    """What a compiled graph does not do of what a module does without one."""
+    memory = getattr(module, "fused_memory", getattr(module, "memory", ""))
+    lost = IN_GRAPHS + ', and memory="low" rebuilds nothing' * (memory == "low")
+    return lost if isinstance(module, (Block, blocks.Block)) else ""
 
 
 def make_report(

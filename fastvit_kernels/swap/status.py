@@ -23,7 +23,8 @@ from ..runtime.plain import is_hooked, is_watched_everywhere
 from . import hosts
 from .facts import level_of
 from .hosts.fused import Fused, is_dense, is_traced, part
-from .report import Why, ancestors, is_ours, make_report, verdict_of
+from .plans import refusal
+from .report import Why, ancestors, is_ours, lost_in_graphs, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
 NOT_CALLED: Way = "not called"
@@ -47,7 +48,8 @@ class ModuleStatus:
             module of this package; "" any other.
         way: "fused"; "inside": a fused module further up computes it; "host": its own forward;
             in a watch also "compiled", whose calls are not seen, and "not called".
-        reason: of "host" why, of "inside" the name of that module, else "".
+        reason: of "host" why, also in a graph; of "inside" the name of that module; of a fused
+            block in a compiled graph what it loses there; else "".
         ops: of "fused" in a watch, what the last call ran, in order.
         calls: how many the watch saw.
     """
@@ -112,8 +114,7 @@ class ModelStatus:
             f"{way:<11} {level:<11} {host:<24} {n:>5}  {what}".rstrip()
             for (way, level, host, what), n in counts.items()
         ]
-        inside = sum(row.way == "inside" for row in self.modules)
-        if inside:
+        if inside := sum(row.way == "inside" for row in self.modules):
             lines.append(f"{'inside':<48} {inside:>5}  of the fused ones above")
         if self.flops:
             seen = self.watched and all(row.way != "compiled" for row in self.modules)
@@ -141,8 +142,7 @@ def status(model: nn.Module) -> ModelStatus:
     Returns: a ModelStatus: text by print, rows in `.modules`, plain data by `.to_dict()`.
     Raises: TypeError for another model.
     """
-    modules = _modules_of("status", model)
-    found = _made(modules, why_now)
+    found = _made(_modules_of("status", model), why_now)
     parameter = next((p for p in model.parameters() if is_dense(p)), None)
     reason = None if parameter is None else reason_for_torch(parameter)
     found.pytorch = reason or ""
@@ -209,9 +209,8 @@ def _why_hooked(module: Any) -> str | None:
     if child is None or not is_hooked(child):
         return None
     hooks = {getattr(h, "__name__", "") for h in child._forward_hooks.values()}
-    collects = hooks == {"output_capturing_hook"}
-    name = steps[0].body
-    return f"transformers collects from {name}" if collects else f"{name} is hooked"
+    told = "transformers collects from {}" if hooks == {"output_capturing_hook"} else "{} is hooked"
+    return told.format(steps[0].body)
 
 
 def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -290,12 +289,10 @@ class _Listener:
     def why(self, module: Any) -> str | None:
         """Why the last call of a swapped module or one of ours did not run fused."""
         name = self.names[id(module)]
-        call = self.calls.get(name)
-        if call is not None:
+        if (call := self.calls.get(name)) is not None:
             return call.reason
         for above in ancestors(name):
-            wider: Any = self.modules.get(above)
-            covers = getattr(wider, "fused_level", "") != "model"
+            covers = getattr(self.modules.get(above), "fused_level", "") != "model"
             if covers and above in self.calls and self.calls[above].reason is None:
                 return verdict_of(module)  # that one computes it
         return why_now(module) if _is_compiled(self.modules, name) else NOT_CALLED
@@ -319,9 +316,8 @@ def _made(
         not_called = left.reason == NOT_CALLED
         ways.setdefault(left.name, (NOT_CALLED, "") if not_called else ("host", left.reason))
     seen = modules.keys() if calls is None else calls.keys()
-    for name in ways.keys() - seen:
-        if levels.get(name) and _is_compiled(modules, name):
-            ways[name] = "compiled", ""
+    in_graphs = {n for n in ways if levels.get(n) and _is_compiled(modules, n)}
+    ways |= {n: ("compiled", ways[n][1]) for n in in_graphs - seen}
     for name, module in modules.items():
         if name not in ways and (levels[name] or module._parameters):
             above = next((a for a in ancestors(name) if ways.get(a) == ("fused", "")), None)
@@ -331,8 +327,9 @@ def _made(
     found.flops, found.fused_flops = report.flops, report.fused_flops
     for name in filter(ways.__contains__, modules):
         (way, reason), call = ways[name], (calls or {}).get(name, _Call(None, [], 0))
-        ops = tuple(call.ops) if way == "fused" else ()
-        host = type(modules[name]).__name__
+        if name in in_graphs and not (reason or call.calls):
+            reason = lost_in_graphs(modules[name])
+        ops, host = tuple(call.ops) if way == "fused" else (), type(modules[name]).__name__
         row = ModuleStatus(name, host, levels[name], way, reason, ops, call.calls)
         found.modules.append(row)
     return found
@@ -346,10 +343,6 @@ def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
         mixin: Any = None if is_ours(above) else hosts.swapped_class(type(module), type(above))
         if mixin is None or mixin.fused_level in ("epilogue", "model"):
             continue
-        try:
-            reason = mixin.fused_reject(module)
-        except Exception as error:  # a state that we cannot read
-            reason = f"its state could not be read: {error}"
-        if reason != "":
+        if (reason := refusal(module, mixin)) != "":
             found[name] = reason or NOT_SWAPPED
     return found

@@ -21,6 +21,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.runtime import dispatch, recompute
 from fastvit_kernels.runtime.compat import TorchDispatchMode, collector_of
 from fastvit_kernels.runtime.plain import is_hooked
+from fastvit_kernels.swap.report import IN_GRAPHS
 from tests.model_coverage.compare import randomize
 
 
@@ -479,6 +480,33 @@ def test_watch_of_wrapped_and_of_compiled_models():
     with fk.watch(model) as inside:
         pass
     assert "blocks.0" in rows(inside, "compiled") and "blocks.1" in rows(inside, "not called")
+
+
+@pytest.mark.parametrize("build", [timm_model, our_own])
+def test_what_a_graph_loses_is_told(build):
+    model = build()
+    fk.swap_in(model)
+    for status in (fk.status(model), fk.status(nn.Sequential(model))):
+        assert not any(row.reason for row in rows(status, "fused").values())
+    model.compile(backend="eager")
+    with fk.watch(model) as seen:
+        pass
+    with fk.watch(model) as called:
+        model.forward(images())
+    assert not any(row.reason for row in rows(called, "fused").values())
+    for status, way in ((fk.status(model), "fused"), (seen, "compiled")):
+        told = {name: row.reason for name, row in rows(status, way).items()}
+        assert {name for name in told if told[name]} == {"blocks.0", "blocks.1"}
+        assert {*told.values()} == {"", IN_GRAPHS} and IN_GRAPHS in str(status)
+    block = model.blocks[0]
+    setattr(block, "fused_memory" if hasattr(block, "fused_memory") else "memory", "low")
+    told = rows(fk.status(model), "fused")
+    assert told["blocks.0"].reason == f'{IN_GRAPHS}, and memory="low" rebuilds nothing'
+    assert told["blocks.1"].reason == IN_GRAPHS
+    if build is timm_model:
+        with hook(model.blocks[1].attn.register_forward_hook), fk.watch(model) as seen:
+            pass
+        assert rows(seen, "compiled")["blocks.1"].reason == "attn is hooked"
 
 
 def test_our_own_modules_are_fused():

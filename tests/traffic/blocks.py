@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ from fastvit_kernels import (
     swap_in,
     varlen_attention,
 )
+from fastvit_kernels.ops.common import handover
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
@@ -171,23 +173,49 @@ def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
     return sum(x.untyped_storage().nbytes() for x in own)
 
 
-def kept_by_partitioner(size: str, depth: int) -> int:
-    """Bytes that torch.compile's partitioner keeps for one image: real tensors, on the CPU."""
-    model = vit(size, depth).to_empty(device="cpu")
-    kept = 0
+def _graphs(model: nn.Module, batch: int) -> list[Any]:
+    """What torch.compile makes of a step: forward, backward, and what forward returns: its one
+    output, then what it keeps. Real tensors, on the CPU."""
+    found: list[Any] = []
 
     def partition(default: Any, *graph: Any, num_fwd_outputs: int, **options: Any) -> Any:
-        nonlocal kept
-        forward, backward = default(*graph, num_fwd_outputs=num_fwd_outputs, **options)
-        (returned,) = (node.args[0] for node in forward.graph.nodes if node.op == "output")
-        saved = [node.meta["val"] for node in returned[num_fwd_outputs:]]
-        kept = activation_bytes([x for x in saved if isinstance(x, Tensor)], model)
-        return forward, backward
+        assert num_fwd_outputs == 1
+        found.extend(default(*graph, num_fwd_outputs=num_fwd_outputs, **options))
+        return found[0], found[1]
 
     torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler_with(partition))
     with torch.autocast("cpu", torch.bfloat16):
-        torch.compile(model, backend=compiler_with(partition))(torch.zeros(1, 3, SIZE, SIZE))
-    return kept
+        compiled(torch.zeros(batch, 3, SIZE, SIZE))
+    (returned,) = (node.args[0] for node in found[0].graph.nodes if node.op == "output")
+    return [*found, returned]
+
+
+def kept_by_partitioner(size: str, depth: int) -> int:
+    """Bytes that torch.compile's partitioner keeps for one image."""
+    model = vit(size, depth).to_empty(device="cpu")
+    saved = [node.meta["val"] for node in _graphs(model, 1)[2][1:]]
+    return activation_bytes([x for x in saved if isinstance(x, Tensor)], model)
+
+
+def count_graphs(model: nn.Module, batch: int) -> Step:
+    """The graphs of a step, each counted as it runs; without the loss, which is in none."""
+    forward, backward, returned = _graphs(model, batch)
+
+    def run(graph: Any, known: dict[str, Any]) -> Any:
+        inputs = {
+            node.name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+            for node in graph.graph.nodes if node.op == "placeholder" for x in [node.meta["val"]]
+        }  # fmt: skip
+        return graph(*(known.get(name, x) for name, x in inputs.items()))
+
+    with counting() as count:
+        results = run(forward, {})
+        there = len(count.calls), count.bytes
+        kept = activation_bytes([x for x in results[1:] if isinstance(x, Tensor)], model)
+        run(backward, {node.name: x for node, x in zip(returned, results, strict=True)})
+        back = len(count.calls) - there[0], count.bytes - there[1]
+    return Step(there, back, kept)
 
 
 def swapped(
@@ -202,6 +230,7 @@ PROVIDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], Any]]]
     "swapped": (swapped, lambda: backend("triton")),
     'swapped, memory="low"': (partial(swapped, memory="low"), lambda: backend("triton")),
     "swapped, Triton GEMMs": (swapped, lambda: _triton_gemms()),
+    "swapped, as in a graph": (swapped, lambda: _as_in_a_graph()),
 }
 CHECKPOINTS = {"no policy": None, '"attention"': "attention", '"matmul"': "matmul"}
 
@@ -243,6 +272,14 @@ PROVIDERS_OF_DROPPED = {
 
 
 @contextmanager
+def _as_in_a_graph() -> Iterator[None]:
+    """Without the one thing that a graph of torch.compile does not do: it has no nodes on which a
+    norm's backward could leave something (handover.py)."""
+    with backend("triton"), patch.object(handover, "_compiling", lambda: True):
+        yield
+
+
+@contextmanager
 def _triton_gemms() -> Iterator[None]:
     with backend("triton"), forced_route("triton"):
         yield
@@ -266,11 +303,13 @@ OF_CROPS: dict[str, tuple[Any, int]] = {
 }
 
 
-def block(size: str, provider: str, build: Callable[[str, int], nn.Module] = vit) -> Step:
+def block(
+    size: str, provider: str, build: Callable[[str, int], nn.Module] = vit, batch: int = BATCH
+) -> Step:
     """What one block adds to a step."""
     prepare, context = PROVIDERS_OF_DROPPED[provider]
     with context():
-        steps = [count_step(prepare(build(size, depth))) for depth in (1, 2)]
+        steps = [count_step(prepare(build(size, depth)), batch) for depth in (1, 2)]
     return steps[1].less(steps[0])
 
 

@@ -53,6 +53,31 @@ def test_traffic_of_a_swapped_block_is_what_is_promised():
     assert 1 < _units(moved) / traffic.minimum(C) < 1.04  # products of the library count, too
 
 
+def test_traffic_of_a_graph():
+    """A pass more over the gradient of each of two linears, and its sum: fp32 read, 16 bits
+    written, both read again."""
+    eager, graph = (traffic.block("B", way) for way in ("swapped", "swapped, as in a graph"))
+    assert graph.forward == eager.forward and graph.kept == eager.kept
+    assert graph.backward[0] == eager.backward[0] + 4
+    unit = TOKENS * 768
+    assert (graph.backward[1] - eager.backward[1]) / unit == pytest.approx(8, abs=0.05)
+    moved = (graph.forward[1] + graph.backward[1]) / unit
+    assert moved / traffic.minimum(768) == pytest.approx(1.06, abs=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its graphs are made on the CPU")
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_a_graph_is_what_is_counted_as_one(memory):
+    """By torch.compile's own graphs: each launch, each byte moved and kept; the same for
+    memory="low", which rebuilds nothing there."""
+    steps = []
+    with traffic.backend("triton"):
+        for depth in (1, 2):
+            model = traffic.swapped(traffic.vit("Ti", depth).to_empty(device="cpu"), memory)
+            steps.append(traffic.count_graphs(model, batch=2))
+    assert steps[1].less(steps[0]) == traffic.block("Ti", "swapped, as in a graph", batch=2)
+
+
 def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():
     """What a block moves but the stream of the residual: 4 + 4 C bytes forward for each sum, and 4
     + 4 backward in each norm, of all samples."""

@@ -172,6 +172,24 @@ FAULTS: list[Fault] = [
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
     ),
     Fault(
+        "status-graph", STATUS, "_made", "what a graph loses is not told",
+        "name in in_graphs and not (reason or call.calls)", "False",
+        only=_test("test_what_a_graph_loses_is_told"),
+    ),
+    Fault(
+        "status-graph-called", STATUS, "_made", "a call outside a graph passes for one inside",
+        "(reason or call.calls)", "reason", only=_test("test_what_a_graph_loses_is_told"),
+    ),
+    Fault(
+        "status-graph-host", STATUS, "_made", "why a block in a graph runs its host is not told",
+        '("compiled", ways[n][1])', '("compiled", "")',
+        only=_test("test_what_a_graph_loses_is_told"),
+    ),
+    Fault(
+        "status-graph-low", REPORT, "lost_in_graphs", "that a graph rebuilds nothing is not told",
+        '(memory == "low")', "False", only=_test("test_what_a_graph_loses_is_told"),
+    ),
+    Fault(
         "status-ours-swapped", "swap/apply.py", "_Swap.decide",
         "swap_in changes our own PatchEmbed",
         "is_ours(module) or (is_ours(above) and not module._modules)", "False", only=OURS,
