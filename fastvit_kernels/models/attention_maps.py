@@ -81,6 +81,6 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
         check_tensor("attention_maps", "images", images)
     with torch.no_grad(), _evaluating(model), _math_attention(), _Softmaxes() as seen:
         model(images)
-    if not seen.maps:
+    if not any(probabilities.numel() for probabilities in seen.maps):
         raise ValueError(f"attention_maps: {type(model).__name__} computes no attention")
     return seen.maps

@@ -1,5 +1,6 @@
 """`python -m tests.traffic`: what it counts, and that our blocks keep to what is promised."""
 
+import inspect
 import itertools
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 pytest.importorskip("timm")
 traffic = pytest.importorskip("tests.traffic.blocks")
@@ -94,6 +96,10 @@ def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():
     assert _units(skips.kept) == pytest.approx(8 + kept * (_units(masks.kept) - 8), rel=0.01)
 
 
+@pytest.mark.skipif(
+    "op_output" not in inspect.signature(SelectiveCheckpointContext).parameters,
+    reason="this torch shows a policy no output of an op: nothing kept can be counted",
+)
 def test_traffic_of_checkpoints():
     """Beside x: out and lse; then qkv and the sum with the projection."""
     nothing, attention, matmul = (

@@ -162,9 +162,8 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
     return config.shared(itemsize) <= gpu.shared_limit
 
 
-FWD_TABLE = ConfigTable(
-    "linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, BLACKWELL_WS), _default, _fits
-)
+WITH_ROLES = (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, BLACKWELL_WS)
+FWD_TABLE = ConfigTable("linear_fwd", WITH_ROLES, _default, _fits)
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -20,7 +21,8 @@ def check_call(
 ) -> str | None:  # fmt: skip
     """Raise on bad arguments; return what the kernels cannot do, if anything."""
     _check_images(images, mean, std)
-    check_tensor(OP, "weight", weight, ndim=5 if getattr(weight, "ndim", 4) == 5 else 4)
+    check_dense(OP, "weight", weight)
+    check_tensor(OP, "weight", weight, ndim=5 if weight.ndim == 5 else 4)
     check_device(OP, "weight", weight, images)
     if images.ndim != weight.ndim:
         raise ValueError(
@@ -41,9 +43,7 @@ def check_call(
             f"got {tuple(size)}"
         )
     check_shape(OP, "bias", bias, (C,), like=images)
-    num_patches = 1
-    for n, p in zip(size, patch, strict=True):
-        num_patches *= n // p
+    num_patches = math.prod(n // p for n, p in zip(size, patch, strict=True))
     num_prefix = 0
     if prefix_tokens is not None:
         _check_tokens("prefix_tokens", prefix_tokens, C, images)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable
-from ...runtime.triton import tl
 
 
 # Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
@@ -50,9 +47,8 @@ FWD_FP32 = PatchConfig(64, 64, 32, 4, 3)
 
 
 def _fwd_fits(gpu: Gpu, config: PatchConfig, M: int, N: int, K: int, dtype: str) -> bool:
-    if config == FWD_WIDE and gpu.shared_limit <= 3 * STAGE_BYTES + 4096:
-        return False
-    return (config == FWD_FP32) == (dtype == "fp32")
+    has_room = config != FWD_WIDE or gpu.shared_limit > 3 * STAGE_BYTES + 4096
+    return has_room and (config == FWD_FP32) == (dtype == "fp32")
 
 
 def _default_fwd(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> PatchConfig:
@@ -75,11 +71,6 @@ BWD_IMAGES_TABLE = _table(
     [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
     [PatchConfig(64, 32, 64, 4, 3)],
 )
-TL_DTYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 BWD_WEIGHT_PROGRAMS_PER_SM = 2
 MIN_ROWS_PER_SPLIT = 512
 ADDED_TILE = dict(BLOCK_C=512, num_warps=4)

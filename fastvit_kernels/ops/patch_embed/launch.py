@@ -14,7 +14,7 @@ from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
-from ...runtime.triton import bind_launch, triton
+from ...runtime.triton import bind_launch, tl, triton
 from ..common.gemm import input_precision, needs_fence
 from ..common.gemm_configs import gemm_key
 from ..common.reduction import column_sum
@@ -28,7 +28,6 @@ from .configs import (
     MIN_ROWS_PER_SPLIT,
     SLOTS_TILE,
     STAGE_BYTES,
-    TL_DTYPES,
 )
 from .kernels import (
     _patch_embed_added_kernel,
@@ -222,7 +221,7 @@ def patch_embed_bwd_weight(
         PIXELS_LEFT=images.dtype == compute_dtype,
         FENCE=images.dtype == dout.dtype == compute_dtype
         and needs_fence(gpu(dout.device), compute_dtype, precision),
-        COMPUTE_DTYPE=TL_DTYPES[compute_dtype], INPUT_PRECISION=precision,
+        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]), INPUT_PRECISION=precision,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         **config.options(),
     )  # fmt: skip

@@ -1231,7 +1231,7 @@ PATCH_EMBED = [
     Fault(
         "patch-wide-limit", "ops/patch_embed/configs.py", "_fwd_fits",
         "the wide tile on GPUs whose blocks have 99 KB",
-        "gpu.shared_limit <= 3 * STAGE_BYTES + 4096", "False",
+        "gpu.shared_limit > 3 * STAGE_BYTES + 4096", "True",
     ),
     Fault(
         "patch-wide-few", "ops/patch_embed/configs.py", "_default_fwd",
