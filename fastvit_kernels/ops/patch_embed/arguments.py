@@ -43,7 +43,7 @@ def check_call(
             f"got {tuple(size)}"
         )
     check_shape(OP, "bias", bias, (C,), like=images)
-    num_patches = math.prod(n // p for n, p in zip(size, patch, strict=True))
+    num_patches = math.prod([n // p for n, p in zip(size, patch, strict=True)])
     num_prefix = 0
     if prefix_tokens is not None:
         _check_tokens("prefix_tokens", prefix_tokens, C, images)
