@@ -50,15 +50,15 @@ class Roof(NamedTuple):
     l2: int  # bytes a cycle, the whole GPU
 
 
-# A100: 312 TFLOP/s, 19.5 of fp32, 5,120 bytes a cycle of L2 (NVIDIA's A100 whitepaper), of 2,039
-# GB/s as much as on the H200: not corrected by what is published of products.
-# H200: 512 multiply-adds are 989 TFLOP/s at 1.83 GHz (NVIDIA's data sheet); 1.52 GHz and
-# LIBRARY_START give cuBLAS's published 788 TFLOP/s for 8192^3 and 640 for K = 768; a copy reaches
-# 4,300 of 4,800 GB/s. mma.sync has 63 % of wgmma's rate (arXiv:2402.13499, table 8); L2 as on the
-# A100. test_loop_model.py says how far the model is from each published figure.
+# A100: 312 TFLOP/s, 19.5 of fp32, 5,120 bytes a cycle of L2 (NVIDIA's A100 whitepaper); of 2,039
+# GB/s as much as on the H200. Nothing published of products corrects it.
+# H200: 512 multiply-adds are 989 TFLOP/s at 1.83 GHz (NVIDIA's data sheet). At 1.52 GHz and with
+# LIBRARY_START products take what is published of cuBLAS, and with twice the A100's L2 of Triton; a
+# copy reaches 4,300 of 4,800 GB/s. mma.sync has 63 % of wgmma's rate (arXiv:2402.13499, table 8).
+# Tests say how far the model is from each published figure.
 ROOFS = {
     "sm_80": Roof("A100 80 GB", 108, 1.41, 0, 256, 2, 1830.0, 5120),
-    "sm_90": Roof("H200", 132, 1.52, 512, 320, 1, 4300.0, 5120),
+    "sm_90": Roof("H200", 132, 1.52, 512, 320, 1, 4300.0, 10240),
 }
 UNITS = ("tensor", "issue", "MUFU", "fp32", "ALU", "shared")
 
@@ -140,6 +140,16 @@ def _scale(dynamic: float, static: float, otherwise: float) -> float:
     return dynamic / static if static else otherwise
 
 
+def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
+    """Iterations of the loop of these blocks between a load and the wait for it."""
+    ops = [op for b in blocks for op in ptx.blocks[b].ops]
+    pending = [int(op.operands[0]) for op in ops if op.name == "cp.async.wait_group"]
+    if not pending:
+        return max(num_stages - 1, 0)
+    groups = sum(op.name == "cp.async.commit_group" for op in ops)
+    return min(pending) / max(groups, 1)
+
+
 def work(
     parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
     roof: Roof, num_stages: int, resident: int, trips: int | None = None,
@@ -199,8 +209,9 @@ def work(
         spent = busiest + waited + WAIT * waits
         spent += BARRIER * region.counts.barriers * times["barriers"]
         if region.is_loop and any(blocks[b][1].copied or blocks[b][1].bulk for b in region.blocks):
-            lead = ptx.lead(region.blocks, num_stages)
-            ahead = lead * spent * max(resident, 1) / max(rounds, 1.0)
+            ahead = (
+                lead(ptx, region.blocks, num_stages) * spent * max(resident, 1) / max(rounds, 1.0)
+            )
             spent += rounds * max(0.0, LATENCY - ahead)
         chain += spent + LATENCY * loads
         cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}

@@ -159,15 +159,6 @@ class Ptx:
         """What a warp does in each block."""
         return [(count(block.ops), traffic(block.ops)) for block in self.blocks]
 
-    def lead(self, blocks: Sequence[int], num_stages: int) -> float:
-        """Iterations of the loop of these blocks between a load and the wait for it."""
-        ops = [op for b in blocks for op in self.blocks[b].ops]
-        pending = [int(op.operands[0]) for op in ops if op.name == "cp.async.wait_group"]
-        if not pending:
-            return max(num_stages - 1, 0)
-        groups = sum(op.name == "cp.async.commit_group" for op in ops)
-        return min(pending) / max(groups, 1)
-
     @cached_property
     def _program(self) -> list[list[_Step]]:
         """What decides the branches of each block, read once for all programs and launches."""

@@ -220,6 +220,8 @@ def _row(step: Step, table: ConfigTable[Any], choice: Choice, config: Any, trace
     except CompileError as error:
         return Row(config, math.inf, [], str(error).splitlines()[0])
     own = [launch for launch in trace.launches if _belongs(launch, choice)]
+    if not own and choice.table.startswith("attention"):
+        return Row(config, math.inf, [], "not modelled: the library's attention")
     if not all(map(is_modelled, own)):
         return Row(config, math.inf, [], "not modelled: its loops end by values in memory")
     us, _ = trace_time(trace, choice.gpu.arch)

@@ -163,6 +163,7 @@ HF = {
     ),
 }  # fmt: skip
 OURS = {"gate": "gate_proj", "fc1": "up_proj", "fc2": "down_proj"}
+PACKED = {"fc1": "weights_in", "fc2": "weights_out"}  # former DINOv2: gate first
 
 
 @pytest.mark.parametrize("what", HF)
@@ -170,14 +171,15 @@ def test_transformers(what):
     host_class, config, activation = HF[what]
     host = _randomised(host_class(config))
     reference, parameters = _functional(host)
+    is_packed = hasattr(host, "weights_in")
 
     def function(x, **given):
         ours = {
             f"{name}_{kind}": given.get(f"{key}_{kind}")
-            for name, key in OURS.items()
+            for name, key in (PACKED if is_packed else OURS).items()
             for kind in ("weight", "bias")
         }
-        return gated_mlp(x, **ours, activation=activation)
+        return gated_mlp(x, **ours, activation=activation, gate_last=not is_packed)
 
     assert_accurate(function, reference, {"x": rand(2, 9, C), **parameters})
 

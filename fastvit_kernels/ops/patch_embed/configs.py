@@ -34,9 +34,8 @@ def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> Confi
     )  # fmt: skip
 
 
-# 128 rows by 8 warps: with 64 rows all of them cast the same pixels (model of docs/compile.md on
-# sm_90: 193 us instead of 122 for ViT-S). 256 columns read each pixel half as often (170 us
-# instead of 242 for ViT-B). Not yet measured.
+# 128 rows by 8 warps: with 64 rows all of them cast the same pixels. 256 columns read each pixel
+# half as often: a fifth less time for ViT-B by the model of docs/compile.md. Not yet measured.
 FWD = [
     PatchConfig(128, 128, 64, 8, 3),
     PatchConfig(64, 128, 64, 8, 3),

@@ -343,11 +343,16 @@ class Block(Fused):
         changed = any(getattr(kind, n) is not getattr(Block, n) for n in _OF_SEQUENCES)
         if changed or roles.channels:
             return f"{kind.__name__} computes in another way"
-        through = [part(self, name) for name in roles.through]
+        bypassed = {self, *(part(self, name) for name in roles.through)}
+        for m in self.modules():
+            if m is not self and can_inline(m):
+                # and what only holds its parts, which it reads by their paths
+                inside = (c for c in m.modules() if c._modules and not c._parameters)
+                bypassed |= {m, *inside}
         for m in self.modules():  # what reads a token alone, and attention
             watched = m is not self and is_hooked(m)
-            known = m is self or is_plain(m) or type(m) in (nn.Dropout, nn.Identity) or m in through
-            known = known or (isinstance(m, Fused) and can_inline(m)) or activation_name(m)
+            known = m in bypassed or is_plain(m) or type(m) in (nn.Dropout, nn.Identity)
+            known = known or activation_name(m)
             if watched or not known:
                 return f"a {type(m).__name__} inside must be called"
         for step, branch in self.fused_branches(fused.listed(self)[1]):
