@@ -209,9 +209,8 @@ def work(
         spent = busiest + waited + WAIT * waits
         spent += BARRIER * region.counts.barriers * times["barriers"]
         if region.is_loop and any(blocks[b][1].copied or blocks[b][1].bulk for b in region.blocks):
-            ahead = (
-                lead(ptx, region.blocks, num_stages) * spent * max(resident, 1) / max(rounds, 1.0)
-            )
+            ahead = lead(ptx, region.blocks, num_stages) * spent / max(rounds, 1.0)
+            ahead *= max(resident, 1)
             spent += rounds * max(0.0, LATENCY - ahead)
         chain += spent + LATENCY * loads
         cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}
