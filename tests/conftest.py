@@ -17,6 +17,11 @@ os.environ |= dict.fromkeys(
     os.environ.get("OMP_NUM_THREADS", "1"),
 ) | dict(os.environ)
 
+# torch packs bf16 for a CPU with AMX, as oneDNN says, and then refuses by a narrower
+# ATEN_CPU_CAPABILITY: its attention raises.
+if os.environ.get("ATEN_CPU_CAPABILITY", "avx512") in ("default", "avx2"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
 # inductor's cache on disk does not tell one ATEN_CPU_CAPABILITY from another: its graphs then give
 # garbage. The first process of a run makes a directory that its workers inherit.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

@@ -44,12 +44,46 @@ class _Hidden(nn.Module):
         return self.model(images, **self.call).last_hidden_state
 
 
+class _Heads(nn.Module):
+    """Attention up to its projection, a module inside of another: transformers' former form."""
+
+    def __init__(self, attn):
+        super().__init__()
+        C = attn.proj.in_features
+        self.heads = attn.num_heads
+        self.query, self.key, self.value = (nn.Linear(C, C) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class _OfHeads(nn.Module):
+    def __init__(self, attn):
+        super().__init__()
+        self.inside, self.proj = _Heads(attn), attn.proj
+
+    def forward(self, x, attn_mask=None, is_causal=False):
+        return self.proj(self.inside(x))
+
+
+def _of_heads():
+    model = _timm("vit_base_patch16_224")()
+    for block in model.blocks:
+        block.attn = _OfHeads(block.attn)
+    return model
+
+
 ANY = dict(interpolate_pos_encoding=True)
 MODELS = {
     "timm": _timm("vit_base_patch16_224", init_values=0.5, qk_norm=True),
     "timm dinov2": _timm("vit_base_patch14_reg4_dinov2", patch_size=16),
     "timm dinov3": _timm("vit_base_patch16_dinov3", embed_dim=64),
     "timm eva02": _timm("eva02_base_patch14_224", patch_size=16),
+    "timm, attention inside attention": _of_heads,
     "vit": lambda: _Hidden("vit", **ANY),
     "dinov2": lambda: _Hidden("dinov2"),
     "dinov3_vit": lambda: _Hidden("dinov3_vit"),

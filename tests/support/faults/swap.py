@@ -101,6 +101,12 @@ FAULTS = [
         only=(CROPS + "drop_path_drops_images[timm]",),
     ),
     Fault(
+        "crops-held-parts", "swap/hosts/block.py", "Block.fused_unpacked_now",
+        "what only holds parts of a fused attention keeps a block from running crops packed",
+        "bypassed |= {m, *inside}", "bypassed.add(m)",
+        only=(CROPS + "the_sizes_give_what_each_gives_alone[timm, attention inside attention]",),
+    ),
+    Fault(
         "crops-kept-unscaled", "models/packing.py", "Crops.drawn",
         "what a skipping branch keeps is not scaled", "B / kept)", "1.0)",
         only=(CROPS + "skipped_images_are_no_part_of_the_sequence[timm]",),
