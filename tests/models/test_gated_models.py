@@ -171,15 +171,15 @@ def test_transformers(what):
     host_class, config, activation = HF[what]
     host = _randomised(host_class(config))
     reference, parameters = _functional(host)
-    is_packed = hasattr(host, "weights_in")
+    names = PACKED if hasattr(host, "weights_in") else OURS
 
     def function(x, **given):
         ours = {
             f"{name}_{kind}": given.get(f"{key}_{kind}")
-            for name, key in (PACKED if is_packed else OURS).items()
+            for name, key in names.items()
             for kind in ("weight", "bias")
         }
-        return gated_mlp(x, **ours, activation=activation, gate_last=not is_packed)
+        return gated_mlp(x, **ours, activation=activation)
 
     assert_accurate(function, reference, {"x": rand(2, 9, C), **parameters})
 
