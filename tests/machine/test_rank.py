@@ -8,9 +8,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import HAS_TRITON
 from tests.machine import rank, ranking
+from tests.machine.launches import LibraryCall
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs triton to compile")
 
@@ -55,6 +58,16 @@ def test_rows_are_in_the_order_of_time_and_longer_where_there_is_more_to_do(rank
     assert list(short.values()) == sorted(short.values())
     assert all(2.5 * us < long[config] < 3.5 * us for config, us in short.items())
     assert [c["default"] for r in ranked[1] for c in r["configs"]].count(True) == 2
+
+
+def test_a_product_of_16_bits_is_one_call_as_on_cuda():
+    """A CPU makes it in fp32 and copies it, which would be charged to the library's route."""
+    trace = SimpleNamespace(torch_calls=[])
+    a, b = torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(8, 2, dtype=torch.bfloat16)
+    with ranking.as_on_cuda(trace):
+        product = gemm.matmul(a, b, out_dtype=torch.float32)
+    moved = 2 * (a.numel() + b.numel()) + 4 * product.numel()
+    assert trace.torch_calls == [LibraryCall("mm", 4, 2, 8, moved)]
 
 
 def test_a_row_of_a_ranking_sums_its_kernels():

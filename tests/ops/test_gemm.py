@@ -12,6 +12,7 @@ from numerics import DEVICE, assert_accurate, dtype_id, rand
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     BLACKWELL_WS,
+    FLAT,
     FWD_TABLE,
     HIDDEN_TABLE,
     LIBRARY,
@@ -23,6 +24,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
     TMA_PAIR,
     TMA_SMALL,
     TMA_TILE,
+    WIDE_HIDDEN,
     WIDE_TMA,
     forced_route,
     gemm_key,
@@ -255,13 +257,15 @@ def test_gemm_defaults():
     assert choose(on["sm_90"], 262144, 384, 1536, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 32768, 768, 192, "fp16") == WIDE_TMA
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
-    assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
-    assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == PERSISTENT
-    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
+    assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
+    assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == LIBRARY
+    assert choose(on["sm_80"], 65536, 768, 1000, "bf16") == LIBRARY  # no multiple of BLOCK_K
+    assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == WIDE_TMA
+    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_HIDDEN
     assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 1920, 480, "bf16") == TMA_TILE
-    assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == PERSISTENT
+    assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
     with forced_route("triton"):
-        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_HIDDEN
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY

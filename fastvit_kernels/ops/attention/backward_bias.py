@@ -19,7 +19,7 @@ from torch import Tensor
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
-from ..common.gemm import input_precision
+from ..common.gemm import TMA_ARCHS, input_precision
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
 from .launch import (
@@ -146,24 +146,35 @@ def _attention_bwd_bias_kernel(
 
 
 # By (bytes an element, largest padded D), first row that fits. Four tiles of fp32 are alive, which
-# bounds them. Not yet measured: chosen by compiling, so that nothing spills on sm_80 and sm_90.
+# bounds them. Not yet measured: chosen by compiling, so that nothing spills on sm_80 and sm_90, and
+# by the model of docs/compile.md: 64 keys at once take half the time of 32, a second stage adds.
 BIAS = {
-    (2, 128): BiasConfig(128, 32, 8, 2),
+    (2, 64): BiasConfig(128, 64, 8, 1),
+    (2, 128): BiasConfig(128, 32, 8, 1),
     (2, 256): BiasConfig(64, 32, 4, 1),
     (4, 128): BiasConfig(32, 32, 4, 1),
     (4, 256): BiasConfig(16, 16, 4, 1),
 }
 BIAS_SHORT = BiasConfig(64, 32, 4, 2)  # T <= 64: as many rows as a head has
-BIAS_CONFIGS = [*BIAS.values(), BIAS_SHORT, BiasConfig(128, 64, 8, 2)]
+BIAS_CONFIGS = [*BIAS.values(), BIAS_SHORT, BiasConfig(128, 32, 8, 2)]
 
 
 def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BiasConfig:
-    if ITEMSIZE[dtype] == 2 and tokens <= 64 and D <= 128:
-        return BIAS_SHORT
-    if (gpu.arch, ITEMSIZE[dtype]) == ("sm_90", 4) and D > 32:
+    itemsize = ITEMSIZE[dtype]
+    if itemsize == 2 and D <= 128:
+        if tokens <= 64:
+            return BIAS_SHORT
+        return BIAS[2, 128] if _is_crowded(gpu, D, mask) else BIAS[2, 64]
+    if (gpu.arch, itemsize) == ("sm_90", 4) and D > 32:
         return BIAS[4, 256]  # the larger tile spills 4 KB with triton 3.9
-    rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == ITEMSIZE[dtype] and most >= D]
+    rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == itemsize and most >= D]
     return rows[0]
+
+
+def _is_crowded(gpu: Gpu, D: int, mask: str) -> bool:
+    """Whether 32 scores a thread leave too few registers: for dropout's numbers, or wide heads."""
+    widest = 128 if gpu.arch in TMA_ARCHS else 64
+    return mask.endswith("dropout") or widest < D
 
 
 def _fits(
@@ -172,9 +183,7 @@ def _fits(
     default = _default(gpu, dtype, D, tokens, mask, heads)
     if gpu.arch.startswith("gfx"):
         return config == default
-    # 32 scores a thread leave no registers for dropout's numbers, nor for wide heads by mma.sync.
-    crowded = config.block_q * config.block_kv > 32 * config.num_warps * 16
-    if crowded and (mask.endswith("dropout") or D > 32):
+    if config == BIAS[2, 64] and _is_crowded(gpu, D, mask):
         return False
     rows = config.block_q + config.block_kv
     shared = 2 * config.num_stages * rows * D * ITEMSIZE[dtype]

@@ -102,10 +102,12 @@ FWD = {
 # T above 1024, 16 bits, D <= 64: twice the queries and the warps, half the reads of keys. By
 # mma.sync above T = 64 beside dropout too, and at D = 64 beside a mask.
 FWD_LONG = FwdConfig(128, 64, 16, 1, 8, 2)
-# On sm_90 at D = 64, without mask or with one of keys, also in these buckets, where 128 rows pad T
-# no more than 64 do: by the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577. At 257
-# the two are level. Packed sequences differ in length: 64 rows pad them less.
+# On sm_90 at D = 64 also in these buckets, where 128 rows pad T no more than 64 do: without mask by
+# the model of docs/compile.md 13 % quicker at T = 197, 18 % at 577; at 257 the two are level.
 LONG_ON_HOPPER = (256, 384, 640, 1024)
+# There beside a mask of keys (13, 4 %) and for packed sequences (23, 15 %), where all tiles check
+# their keys: half the warps for the same rows, three quarters of the instructions.
+FWD_HOPPER_KEYS = FwdConfig(128, 32, 32, 1, 4, 3)
 # Where tensor cores are those of sm_80 (mma.sync), T above 64: reads of shared memory bound every
 # kernel by the model of docs/compile.md, and 32 rows a warp instead of 16 halve those of k and v.
 # Not fewer rows than D: Triton would lay the warps along the columns.
@@ -147,8 +149,11 @@ DQ = {
     (4, 128): SplitConfig(32, 16, 16, 4, 2),
     (4, 256): SplitConfig(16, 16, 16, 8, 1),
 }
+DQ_HOPPER = SplitConfig(128, 64, 16, 8, 3)  # D = 64 beside a mask of pairs, or packed
+DQ_HOPPER_DROPOUT = SplitConfig(128, 32, 16, 8, 3)  # twice the warps an SM
 DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
-DQ_MMA_KEYS = SplitConfig(128, 16, 16, 4, 2)  # at D = 64 beside keys or dropout, where that spills
+DQ_MMA_CROWDED = SplitConfig(128, 16, 16, 4, 2)  # D = 64 beside keys or dropout, where that spills
+DQ_MMA_MASKED = SplitConfig(128, 16, 16, 4, 3)  # D = 64 beside a mask of pairs
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.
@@ -159,7 +164,7 @@ DQ_CONFIGS = [
     *dict.fromkeys([*DQ.values(), MMA_MASKED_WIDE]),
     DQ_FP32,
     DQ_MMA,
-    DQ_MMA_KEYS,
+    DQ_MMA_CROWDED,
     DQ_MMA_WIDEST,
     DQ_MASKED,
     DQ_MASKED_WIDE,
@@ -198,7 +203,7 @@ DKDV_CONFIGS = [
 ]
 ONE_PASS = OnePassConfig(32, 32, False, 1, 8, 2)
 ONE_PASS_FP32 = OnePassConfig(16, 16, False, 1, 4, 1)
-ONE_PASS_HOPPER = OnePassConfig(64, 64, False, 1, 8, 2)  # above T = 256 it spills
+ONE_PASS_HOPPER = OnePassConfig(64, 64, False, 1, 8, 2)  # spills above T = 256, beside dropout
 # T <= 64: one part of 64 rows has work for four warps, and one tile of keys needs no loop.
 ONE_PASS_SHORT = OnePassConfig(64, 64, False, 1, 4, 2)
 ONE_PASS_NARROW = OnePassConfig(64, 64, False, 1, 2, 2)  # mma.sync, D <= 32: dk and dv have D rows
@@ -214,18 +219,20 @@ ONE_PASS_CONFIGS = [
     OnePassConfig(64, 64, False, 2, 4, 2),
 ]
 DROPPED = ("none+dropout", "causal+dropout")  # dropout where no mask is loaded
+UNCROWDED = ("none", "causal", "bool")  # of forward and dq: beside others fewer warps would fit
 
 
-def _prefetching(everywhere: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """On sm_90 a third stage where as many warps fit an SM: two wait for each tile's loads before
-    its products, three have the next tile's in flight."""
+def _prefetching(sm_90: tuple[str, ...], sm_80: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Beside these masks ("all": any) a third stage for 16 bits: two wait for each tile's loads
+    before its products, three have the next tile's in flight. On sm_80 at D = 64."""
 
     def decorate(default: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(default)
         def choose(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
             config = default(gpu, dtype, D, tokens, mask, heads)
-            fits = everywhere or (D != 96 and mask in ("none", "causal", "bool"))
-            wants = (gpu.arch, ITEMSIZE[dtype], config.num_stages) == ("sm_90", 2, 2)
+            masks = {"sm_90": sm_90, "sm_80": sm_80 if D == 64 else ()}.get(gpu.arch, ())
+            fits = "all" in masks or (D != 96 and mask in masks)
+            wants = (ITEMSIZE[dtype], config.num_stages) == (2, 2)
             return config._replace(num_stages=3) if wants and fits else config
 
         return choose
@@ -245,7 +252,7 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     return next((config for largest, config in rows if size <= largest), rows[-1][1])
 
 
-@_prefetching(everywhere=False)
+@_prefetching(UNCROWDED)
 def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
@@ -264,11 +271,13 @@ def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) ->
         if mask in ("varlen", "keys"):  # all tiles masked: the larger tile spills at D = 64
             return _row(FWD_MMA, 2, max(D, 80))
         return _row(FWD_MMA, 2, D)
-    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024 and not _has_tensor(mask):
+    halved = on_hopper and mask == "causal"  # by the model 64 rows then take 7 % less time
+    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024 and not (halved or _has_tensor(mask)):
         return FWD_LONG
     pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
-    if ITEMSIZE[dtype] == 2 and pads_alike and D == 64 and on_hopper and mask in ("none", "keys"):
-        return FWD_LONG
+    unpaired = mask in ("none", "keys", "varlen")
+    if ITEMSIZE[dtype] == 2 and pads_alike and D == 64 and on_hopper and unpaired:
+        return FWD_LONG if mask == "none" else FWD_HOPPER_KEYS
     if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
         return FWD_HEADS
     return _row(FWD, 2, D) if ITEMSIZE[dtype] == 2 else _fwd_fp32(D, mask)
@@ -283,18 +292,26 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
     return FWD_FP32 if two_stages else _row(FWD, 4, D)
 
 
-@_prefetching(everywhere=False)
+@_prefetching(UNCROWDED, sm_80=("none", "keys", "varlen"))
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if (gpu.arch, mask, ITEMSIZE[dtype], D) == ("sm_90", "keys", 2, 64):
-        return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
+    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
+        if mask == "keys":
+            return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
+        if mask == "varlen" or (_has_tensor(mask) and tokens > 64):
+            return DQ_HOPPER  # a sixth to a quarter less
+        if mask in DROPPED:
+            return DQ_HOPPER_DROPOUT  # a tenth
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
             return MMA_MASKED_WIDE
+        if (gpu.arch, D) == ("sm_80", 64):
+            return DQ_MMA_MASKED  # a tenth to a sixth less time, by the model
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
-        return DQ_MMA_KEYS if mask == "keys" and D > 32 else DQ_MMA
+        crowded = mask == "keys" and D > 32 and gpu.arch != "sm_80"
+        return DQ_MMA_CROWDED if crowded else DQ_MMA
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in DROPPED:
-        return DQ_MMA_KEYS
+        return DQ_MMA_CROWDED
     if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
         return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D > 128:
@@ -315,13 +332,15 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     return _row(DQ, 4, D)
 
 
-@_prefetching(everywhere=True)
+@_prefetching(("all",), sm_80=("none", "causal", "keys", "varlen", "bool", *DROPPED))
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
         if mask in ("keys", "varlen", "causal", *DROPPED):
             return DKDV_HOPPER
+        if mask in ("bool", "bool+dropout") and tokens > 64 and VERSION < (3, 9):
+            return DKDV_HOPPER  # an eighth to a sixth less time, by the model
         if mask in ("bool", "add"):
-            return DKDV[2, 64]  # the larger tile spills 8 bytes, 24 at T = 50 with triton 3.9
+            return DKDV[2, 64]  # the larger tile spills 16 bytes; 8 to 48 by 3.9 or up to T = 64
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in ("bool", *DROPPED):
         return DKDV_MMA[2, 64]
     if 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
@@ -340,6 +359,8 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV[2, 128]
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
         return _row(DKDV_MMA, 2, D)
+    if gpu.arch.startswith("gfx") and 64 < D <= 128 and ITEMSIZE[dtype] == 2:
+        return DKDV[2, 128]  # the larger tile spills 96 bytes
     return _row(DKDV, 2, D) if ITEMSIZE[dtype] == 2 else _dkdv_fp32(gpu, D, mask)
 
 
@@ -360,7 +381,7 @@ def _has_tensor(mask: str, *others: str) -> bool:
     return mask.startswith(("bool", "add", *others))
 
 
-@_prefetching(everywhere=True)
+@_prefetching(("all",))
 def _default_one_pass(
     gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> OnePassConfig:
@@ -368,8 +389,8 @@ def _default_one_pass(
         return ONE_PASS_FP32
     if tokens <= 64:
         return ONE_PASS_NARROW if D <= 32 and _is_ampere(gpu) else ONE_PASS_SHORT
-    on_hopper = (gpu.arch, D) == ("sm_90", 64) and mask in ("none", "varlen") and tokens <= 256
-    return ONE_PASS_HOPPER if on_hopper else ONE_PASS
+    spills = mask.endswith("dropout") or tokens > 256
+    return ONE_PASS_HOPPER if (gpu.arch, D) == ("sm_90", 64) and not spills else ONE_PASS
 
 
 def own_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:

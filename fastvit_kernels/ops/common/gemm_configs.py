@@ -61,11 +61,15 @@ SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
 # other's products. At one block (WIDE_TMA) nothing runs beside it.
 TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
 TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
-TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2)
+TMA_NARROW = NARROW._replace(
+    descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128
+)  # fmt: skip
 TMA_SMALL = SMALL._replace(descriptors=True)
 WIDE_TMA = GemmConfig(
     "triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8, descriptors=True
 )  # fmt: skip
+# Of the hidden gradient: longer reads of z, half the sums over rows. 539 for 566 us by the model.
+WIDE_HIDDEN = WIDE_TMA._replace(subtiles=4)
 # Two groups of four warps with a tile each, in turns. With two parts the hidden gradient spills.
 PINGPONG = GemmConfig(
     "gluon", 128, 128, 64, 4, 4, programs_per_sm=1, subtiles=2, descriptors=True
@@ -88,8 +92,8 @@ TMA_ARCHS = ("sm_90", "sm_100")
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
 # saves one pass over (M, N), which weighs less as K grows. Others: the library. Not measured: by
-# the model of docs/compile.md fc2 of ViT-B is 13 % quicker so on sm_80, 6 % on sm_90.
-TRITON_MAX_K = {"sm_80": 4096, "sm_86": 1024, "sm_89": 1024, "sm_90": 1536}
+# the model of docs/compile.md the two are level at K = 2048 on sm_80, at 3072 on sm_90.
+TRITON_MAX_K = {"sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 2048}
 
 
 def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, str]:
@@ -121,24 +125,28 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return TMA_NARROW if by_tma else NARROW
     if gpu.arch == "sm_90" and N % 256 == 0 and tiles >= 2 * gpu.num_sms:
         return WIDE_TMA  # by the model: less is read from L2
+    if gpu.arch == "sm_80":
+        return FLAT  # by the model 5 % quicker
     return TMA_PAIR if by_tma else PERSISTENT
 
 
 def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     if dtype == "fp32" or TRITON_MAX_K.get(gpu.arch, 0) < K:
         return LIBRARY
+    if K % TILE.block_k and gpu.arch not in TMA_ARCHS:
+        return LIBRARY  # the masks of K spill in the persistent tiles
     return triton_tile(gpu, M, N, K, dtype)
 
 
 def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     """The same for `_mlp_bwd_hidden_kernel`, whose sums over rows spill in TMA_PAIR."""
     tile = triton_tile(gpu, M, N, K, dtype)
-    return TMA_TILE if tile == TMA_PAIR else tile
+    return {TMA_PAIR: TMA_TILE, WIDE_TMA: WIDE_HIDDEN}.get(tile, tile)
 
 
 def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    tile = _default(gpu, M, N, K, dtype)
-    return TMA_TILE if tile == TMA_PAIR else tile
+    is_own = _default(gpu, M, N, K, dtype) != LIBRARY
+    return hidden_tile(gpu, M, N, K, dtype) if is_own else LIBRARY
 
 
 def _library(*_: Any) -> GemmConfig:
@@ -165,7 +173,7 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
 WITH_ROLES = (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, BLACKWELL_WS)
 FWD_TABLE = ConfigTable("linear_fwd", WITH_ROLES, _default, _fits)
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
-HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
+HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", (*SHARED_BY_BOTH, WIDE_HIDDEN), _hidden_default, _fits)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class RopeConfig(NamedTuple):
 # Key: BLOCK_P, pairs of a row up to a power of two. Forward: eight pairs a thread, so that each
 # loads 16 bytes of a and of b. Backward of a norm: four, beside four fp32 sums; with two, a step's
 # addresses bound it. By the model of docs/compile.md; not yet measured.
-FWD_PAIRS, BWD_PAIRS = 1024, 512
+FWD_PAIRS, BWD_PAIRS = 1024, 1024
 CONFIGS = [RopeConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16, 32, 64)]
 PROGRAMS_PER_SM = 8
 

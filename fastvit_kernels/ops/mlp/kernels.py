@@ -14,7 +14,7 @@ from ..common.gemm import column_halves, grouped_tile, tile_operands, tile_produ
 def _hidden_epilogue(
     dz_ptr, act_ptr, partial_ptr, dact, z_ptr, first_m, first_f, M, F,
     ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
-    SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUBTILES: tl.constexpr, EVEN_F: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From the tile of dact at (first_m, first_f) to dz, act and the sums of dz over its rows."""
     if SUBTILES > 1:
@@ -23,12 +23,14 @@ def _hidden_epilogue(
             _hidden_epilogue(
                 dz_ptr, act_ptr, partial_ptr, halves[i], z_ptr, first_m,
                 first_f + i * (BLOCK_N // 2), M, F,
-                ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+                ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES // 2, EVEN_F, BLOCK_M, BLOCK_N // 2,
             )  # fmt: skip
     else:
         offs_m, offs_f = first_m + tl.arange(0, BLOCK_M), first_f + tl.arange(0, BLOCK_N)
         mask_f = offs_f < F
-        mask = (offs_m < M)[:, None] & mask_f[None, :]
+        mask = (offs_m < M)[:, None]
+        if not EVEN_F:
+            mask = mask & mask_f[None, :]
         offs = offs_m[:, None] * F + offs_f[None, :]
         z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         act, derivative = activate_and_derivative(z, ACTIVATION, dz_ptr.dtype.element_ty)
@@ -69,5 +71,5 @@ def _mlp_bwd_hidden_kernel(
         _hidden_epilogue(
             dz_ptr, act_ptr, partial_ptr + pid_m.to(tl.int64) * F, dact, z_ptr,
             pid_m.to(tl.int64) * BLOCK_M, pid_f.to(tl.int64) * BLOCK_N, M, F,
-            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES, BLOCK_M, BLOCK_N,
+            ACTIVATION, WRITE_ACT, SUM_DZ, SUBTILES, EVEN_N, BLOCK_M, BLOCK_N,
         )  # fmt: skip

@@ -67,7 +67,7 @@ BWD_WEIGHT_TABLE = _table(
 )
 BWD_IMAGES_TABLE = _table(
     "patch_embed_bwd_images",
-    [PatchConfig(64, 64, 128, 4, 3), PatchConfig(128, 64, 128, 8, 3)],
+    [PatchConfig(128, 64, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
     [PatchConfig(64, 32, 64, 4, 3)],
 )
 BWD_WEIGHT_PROGRAMS_PER_SM = 2

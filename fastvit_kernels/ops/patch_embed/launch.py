@@ -212,18 +212,19 @@ def patch_embed_bwd_weight(
     partial = dweight
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
-    precision = input_precision()
+    precision, align = input_precision(), _alignment(images.stride(), patch[-1])
+    # For a second block on an SM ptxas would spill 8 bytes.
+    spills = gpu(dout.device).arch == "sm_100" and align < 4
     launch = bind_launch(
         _patch_embed_bwd_weight_kernel, (tiles, splits),
         None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
         CHANNELS=images.shape[1], **_patch_constants(patch),
-        ALIGN=_alignment(images.stride(), patch[-1]), HAS_KEEP=keep is not None,
-        PIXELS_LEFT=images.dtype == compute_dtype,
+        ALIGN=align, HAS_KEEP=keep is not None, PIXELS_LEFT=images.dtype == compute_dtype,
         FENCE=images.dtype == dout.dtype == compute_dtype
         and needs_fence(gpu(dout.device), compute_dtype, precision),
         COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]), INPUT_PRECISION=precision,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        **config.options(),
+        **config.options(), **({"maxnreg": 168} if spills else {}),
     )  # fmt: skip
     launch(
         partial, dout, images, contiguous(keep), num_rows, rows_per_split, C, T - rows_per_image,

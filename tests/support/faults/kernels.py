@@ -704,6 +704,11 @@ GEMM = [
         "tl.where(mask, dz, 0.0)", "dz",
     ),
     Fault(
+        "mlp-hidden-columns", "ops/mlp/kernels.py", "_hidden_epilogue",
+        "columns past the last written into the next row",
+        "if not EVEN_F", "if False",
+    ),
+    Fault(
         "mlp-partial-row", "ops/mlp/kernels.py", "_mlp_bwd_hidden_kernel",
         "all row blocks write their partial sums into one row",
         "partial_ptr + pid_m.to(tl.int64) * F", "partial_ptr",
