@@ -6,6 +6,8 @@ digits of losses, which differ between machines.
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import sys
@@ -42,8 +44,18 @@ def execute(path: Path) -> Any:
             for output in cell.outputs:
                 if "execution_count" in output:
                     output["execution_count"] -= 1
+                if png := output.get("data", {}).get("image/png"):
+                    output["data"]["image/png"] = _small(png)
     notebook.metadata.language_info = {"name": "python"}
     return notebook
+
+
+def _small(png: str) -> str:
+    """The picture in 16 colours: a fifth of the bytes."""
+    picture = import_module("PIL.Image").open(io.BytesIO(base64.b64decode(png)))
+    file = io.BytesIO()
+    picture.convert("RGB").quantize(16, dither=0).save(file, "PNG", optimize=True)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def printed(notebook: Any) -> list[str]:
