@@ -2,19 +2,17 @@
 are found by structure.
 
 `fused_roles` says which part of the host is what. The swapped class is made for one host class and
-one set of roles, and its name spells both out, so that a pickle is read without a search.
+one set of roles.
 """
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
 from .. import hosts
 from .attention import Attention, AttentionRoles, attention_facts
 from .block import Block, BlockRoles
-from .branch import Step as Step
 from .fused import DropPath, LayerNorm, LayerScale, NormRoles, PathRoles, RmsNorm, ScaleRoles, row
 from .mlp import Mlp, MlpRoles
 from .roles import LinearRoles, MaskedLinear
@@ -32,11 +30,8 @@ MIXINS: dict[type, Any] = {
 
 
 def recognised_class(host: type, roles: Any) -> Any:
-    """The swapped class of a host class whose parts have these roles, or roles as JSON has them."""
-    roles = _read(roles)
-    spelled = json.dumps([hosts.host_path(host), _spelled(roles)]).encode().hex()
-    mixin = _mixin_with(roles)
-    return hosts.make(mixin, host, f"{mixin.__name__}_{spelled}")
+    """The swapped class of a host class whose parts have these roles."""
+    return hosts.make(_mixin_with(roles), host)
 
 
 @lru_cache(None, typed=True)  # roles of another kind may be equal
@@ -48,19 +43,3 @@ def _mixin_with(roles: Any) -> Any:
     if mixin is Block:
         more["axes"] = (3, 4)
     return row(mixin, searched=True, roles=roles, **more)
-
-
-def _spelled(value: Any) -> Any:
-    """Roles as JSON has them: a NamedTuple with its name before its values."""
-    if isinstance(value, tuple):
-        named = [type(value).__name__] if hasattr(value, "_fields") else [""]
-        return named + [_spelled(v) for v in value]
-    return value
-
-
-def _read(value: Any) -> Any:
-    """The roles again."""
-    if isinstance(value, list):
-        values = tuple(map(_read, value[1:]))
-        return globals()[value[0]](*values) if value[0] else values
-    return value
