@@ -33,6 +33,7 @@ PRIVATE = frozenset(vars(nn.Module()))  # nn.Module's own: hooks, parameters, ch
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+PLAIN = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
 # Methods that no forward depends on.
 _RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
 IDLE = frozenset(("extra_repr", "set_window_size", "train", "eval", *_RESETS))
@@ -159,12 +160,6 @@ def is_recognised(cls: type) -> bool:
     return getattr(cls, "fused_searched", False)
 
 
-def _is_known(cls: type) -> bool:
-    """Whether a fused forward may look inside: a module of any other class is only ever called."""
-    plain = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
-    return bool(level_of(cls)) or cls in plain or is_activation(cls)
-
-
 def keeps_rates(module: nn.Module) -> bool:
     """Whether a probability on this module may decide what it does, as it may in a host that nobody
     read: one with children. In a leaf it is the probability of what the leaf does."""
@@ -219,22 +214,6 @@ def _drops(known: Any) -> bool:
     )
 
 
-class Objects:
-    """Settings of one module that are no simple values, and what configuration objects hold."""
-
-    def __init__(self, own: dict[str, Any]):
-        self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
-        self.found = [id(own[n]) for n in self.names]
-        inner = (_inside(own[n]) for n in self.names)
-        self.inner = [None if d is None else dict(d) for d in inner]
-
-    def hold(self, own: dict[str, Any]) -> bool:
-        values = [own.get(n) for n in self.names]
-        if [id(v) for v in values] != self.found:
-            return False
-        return all(d is None or _inside(v) == d for v, d in zip(values, self.inner, strict=True))
-
-
 class Facts:
     """What is known of a module and of what its fused forward may bypass; `whole`: of all below, as
     where it was recognised by structure. Holds no module."""
@@ -249,12 +228,14 @@ class Facts:
         self.values: list[Any] = []
         self.settings: list[list[str]] = []  # their names
         self.asked: Asked | None = None  # of rates by the proof; None: these rates were tried alone
-        self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
+        # Settings that are no simple values: index in known, name, id, what is inside.
+        self.objects: list[tuple[int, str, int, dict[Any, Any] | None]] = []
         self.rates: dict[tuple[int, str], float] = {}  # that may decide something: place, setting
         key: list[Any] = []
         for place in places:  # grows as we go
             module, cls, within = modules[place], class_of(modules[place]), wholes[place]
-            if not within and not _is_known(cls):
+            looked_into = within or level_of(cls) or cls in PLAIN or is_activation(cls)
+            if not looked_into:  # it is only ever called
                 sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
                 key.append((names[place], cls, sizes))
                 continue
@@ -268,8 +249,9 @@ class Facts:
                 self.getters.append(itemgetter(*settings, settings[0]))  # a tuple, of one too
                 self.values.append(copy.deepcopy(self.getters[-1](own)))  # lists may change
                 self.settings.append(settings)
-            if within and (objects := Objects(own)).names:
-                self.objects.append((len(self.known), objects))
+            for n, v in own.items() if within else ():
+                if n not in PRIVATE and not _is_simple(v):
+                    self.objects.append((len(self.known), n, id(v), copy.copy(_inside(v))))
             self.known.append(place)
             self.children += module._modules
             children = [n for n, c in module._modules.items() if c is not None]
@@ -336,8 +318,10 @@ class Facts:
             and read == self.read
             and [*map(_get_attribute, self.methods, self.classes)] == self.functions
         ):
-            if self.objects and not all(o.hold(own[index]) for index, o in self.objects):
-                return None
+            for index, name, found, inner in self.objects:
+                value = own[index].get(name)
+                if id(value) != found or (inner is not None and _inside(value) != inner):
+                    return None
             if self.asking and [modules[p].fused_facts() for p in self.asking] != self.answers:
                 return None
             return modules

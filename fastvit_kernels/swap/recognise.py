@@ -29,6 +29,7 @@ from .hosts import searched
 from .hosts.attention import AttentionRoles, ways_of_rope
 from .hosts.block import BlockRoles
 from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
+from .hosts.masks import SHIFTED
 from .hosts.mlp import MlpRoles
 from .hosts.roles import LinearRoles
 from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
@@ -45,8 +46,7 @@ READINGS = {
     "added, 2 axes": ("", "keys"),
     "boolean, 2 axes": ("keys", "not keys", "", "not"),
 }
-WINDOWS = [("added, 3 axes", "windows")]  # of shifted windows, which have a table of positions
-LEARNT = {"learnt, 3 axes": ("",), "learnt, 4 axes": ("",)}  # the same of a bias of the scores
+LEARNT = (("learnt, 3 axes", ""), ("learnt, 4 axes", ""))  # a bias of the scores
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
 
@@ -197,14 +197,13 @@ class Search:
 
     def whole(self) -> Any:
         """Without planned parts: an attention or MLP, or a block with all of it inside."""
-        try:
-            return self.branch()
-        except Refused as narrow:
+        why: list[Refused] = []
+        for kind in (self.branch, self.block):
             try:
-                return self.block()
-            except Refused as wide:
-                better = isinstance(narrow, Unlike) and not isinstance(wide, Unlike)
-                raise wide if better else narrow from None
+                return kind()
+            except Refused as refused:
+                why.append(refused)
+        raise min(why, key=lambda refused: isinstance(refused, Unlike))
 
     def branch(self) -> Any:
         """An attention or an MLP."""
@@ -248,13 +247,11 @@ class Search:
         """The same with the kinds of masks that its forward reads as ours does."""
         names = arguments_of(type(self.module).forward).names[1:]
         for name in filter(is_mask, () if roles.grid else names):
-            known = READINGS if "mask" in name else LEARNT
-            if known is LEARNT:
-                both = roles._replace(mask=name, masks=tuple((kind, "") for kind in LEARNT))
-                roles = self.first([both], roles, at_size=False)
-            elif roles.table:
-                shifted = roles._replace(mask=name, masks=tuple(WINDOWS))
-                roles = self.first([shifted], roles, at_size=False)
+            learnt = "mask" not in name
+            if together := LEARNT if learnt else SHIFTED if roles.table else ():
+                several = roles._replace(mask=name, masks=together)
+                roles = self.first([several], roles, at_size=False)
+            known = dict.fromkeys(dict(LEARNT), ("",)) if learnt else READINGS
             for kind, readings in () if roles.mask else known.items():
                 more = [(*roles.masks, (kind, reading)) for reading in readings]
                 more = [roles._replace(mask=name, masks=masks) for masks in more]

@@ -277,7 +277,8 @@ class _Maker:
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
-        whole = not any(prefix + body in called for body in module.fused_bodies)
+        steps = getattr(module.fused_roles, "steps", ())
+        whole = not any(s.residual >= 0 and prefix + s.body in called for s in steps)
         report.swapped.append(Swapped(name, type(module).__name__, "block" if whole else "parts"))
         if name and self.gets_masks(name, module):
             self.leave(name, module, MASKED)

@@ -125,7 +125,6 @@ class Fused:
     fused_unread: ClassVar[frozenset[str]] = frozenset()
     fused_axes: ClassVar[tuple[int, ...]] = (3,)  # of the first argument
     fused_pieces: Any = ()  # of a block: the children that it bypasses
-    fused_bodies: Any = ()  # of a block: the pieces that are its branches
     fused_caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = TOLERANCE  # of a proof

@@ -469,8 +469,8 @@ FAULTS = [
         "return type(value), simple", "return type(value), None", only=CONFIGURED,
     ),
     Fault(
-        "facts-objects", "swap/facts.py", "Objects.hold", "objects are not looked into again",
-        "return all(d is None or _inside(v) == d for", "return all(True for", only=CONFIGURED,
+        "facts-objects", "swap/facts.py", "Facts.held", "objects are not looked into again",
+        " or (inner is not None and _inside(value) != inner)", "", only=CONFIGURED,
     ),
     Fault(
         "facts-shapes", "swap/facts.py", "_describe", "shapes of weights play no part",
@@ -893,13 +893,13 @@ FAULTS = [
         "first", only=("swap/test_swap_memory.py::test_norms_of_windows_are_not_rebuilt",),
     ),
     Fault(
-        "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_context",
+        "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_own",
         "always_partition is ignored", 'adapts and not extras.get("always_partition", False)',
         "adapts",
         only=(BIASED + "test_a_grid_as_large_as_a_window",),
     ),
     Fault(
-        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_context",
+        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_own",
         "a mask of the grid that comes is not made", 'if getattr(self, "dynamic_mask", False):',
         "if False:", only=(BIASED + "test_a_mask_of_the_grid_that_comes",),
     ),
