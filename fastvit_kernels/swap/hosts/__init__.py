@@ -4,8 +4,8 @@ What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` na
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
 DropPath in fused.py). A host file (monai.py, timm.py, torch_nn.py, torchvision.py, transformers.py)
 has a table, host class path -> mixin: such a class, or a `row` of it with the roles, and perhaps
-methods that differ. A search finds roles of other hosts (searched.py). special/ has what is more
-than its roles.
+methods that differ. A search finds roles of other hosts (recognise.py). special/ has what is
+more than its roles.
 
 The swapped class is `(mixin, host class)`, built when the first module of that class is met and
 kept; a pickle has the host class and the roles. It keeps the host class's `__name__`, because wrap
@@ -28,13 +28,8 @@ from typing import Any
 from .fused import arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
-HOST_FILES = {
-    "monai": f"{__name__}.monai",
-    "timm": f"{__name__}.timm",
-    "torch": f"{__name__}.torch_nn",
-    "torchvision": f"{__name__}.torchvision",
-    "transformers": f"{__name__}.transformers",
-}
+HOST_FILES = {n: f"{__name__}.{n}" for n in ("monai", "timm", "torchvision", "transformers")}
+HOST_FILES["torch"] = f"{__name__}.torch_nn"
 
 _swapped: dict[Any, type] = {}  # (mixin, host class) -> swapped class
 _making = threading.RLock()
@@ -100,8 +95,7 @@ def _pickled(cls: Any) -> Any:
     if (host := host_class(cls)) is None:
         return cls.__qualname__
     if cls.fused_searched:
-        found = importlib.import_module(f"{__name__}.searched")
-        return found.recognised_class, (host, cls.fused_roles)
+        return cls.fused_remade, (host, cls.fused_roles)
     return by_table, (host, cls.__mro__[1] is not _mixin_of(host, of_tokens=False))
 
 

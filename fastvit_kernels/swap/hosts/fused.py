@@ -117,6 +117,7 @@ class Fused:
     fused_level: ClassVar[str]
     fused_roles: ClassVar[Any] = ()  # which part of the host is what
     fused_searched: ClassVar[bool] = False  # found by structure: nobody has read its host
+    fused_remade: ClassVar[Any]  # then what makes the class again, of the host's and the roles
     fused_host: ClassVar[type]  # the host's class
     fused_arguments: ClassVar[Arguments]  # of the host's forward
     fused_children: ClassVar[frozenset[str]] = frozenset()  # and parameters, besides the roles'
