@@ -146,15 +146,6 @@ def is_rate(name: str, value: Any) -> bool:
     return named and isinstance(value, float) and 0 < value < 1
 
 
-def _hashable(name: str, value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_hashable(name, v) for v in value)
-    if is_rate(name, value):
-        return "a rate"
-    # 1, 1.0 and True are equal, and are not the same setting
-    return (type(value), value) if _is_simple(value) else type(value)
-
-
 def is_recognised(cls: type) -> bool:
     """Whether a swapped class was found by structure: nothing was known of its host before."""
     return getattr(cls, "fused_searched", False)
@@ -183,11 +174,17 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     return {n: v for n, v in own.items() if _is_simple(v)}
 
 
-def _content(value: Any) -> Any:
-    """What the key has of a setting that is no simple value."""
-    own = _inside(value)
-    simple = own is not None and tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
-    return type(value), simple
+def _hashable(name: str, value: Any, whole: bool) -> Any:
+    """What the key has of a setting; of one that is no simple value what is inside, where all
+    counts."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_hashable(name, v, whole) for v in value)
+    if is_rate(name, value):
+        return "a rate"
+    if _is_simple(value):
+        return type(value), value  # 1, 1.0 and True are equal, and are not the same setting
+    own = (_inside(value) if whole else None) or {}
+    return type(value), tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
 
 
 def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
@@ -196,10 +193,7 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     if REPLICA in own:
         tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
         own = {n: v for n, v in own.items() if n not in tensors and n != REPLICA}
-    held = ((n, v) for n, v in own.items() if n not in PRIVATE)
-    settings = tuple(
-        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v)) for n, v in held
-    )
+    settings = tuple((n, _hashable(n, v, whole)) for n, v in own.items() if n not in PRIVATE)
     tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)

@@ -79,9 +79,6 @@ class Observation:
         """The event that gave each value, once the run is over."""
         return {event.output: event for event in self.events}
 
-    def uses(self, number: int) -> int:
-        return sum(e.inputs.count(number) for e in self.events)
-
 
 def _first_tensor(result: Any) -> tuple[Tensor | None, int | None]:
     if isinstance(result, Tensor):

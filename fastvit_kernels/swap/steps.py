@@ -91,7 +91,7 @@ class _Block:
             tail: list[str] = []
             path: list[int] = [event.output]
             moved = False
-            while end in seen.made and seen.uses(end) == 1:
+            while end in seen.made and sum(e.inputs.count(end) for e in seen.events) == 1:
                 inner = seen.made[end]
                 part: Any = self.module.get_submodule(inner.part) if inner.part else None
                 step = Step(event.output, -1, residual, tail=tuple(tail[::-1]))

@@ -290,7 +290,7 @@ class Attention(Body):
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
-        groups = self.fused_groups()
+        groups = getattr(self, roles.groups, 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
@@ -306,9 +306,6 @@ class Attention(Body):
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
         return attend.attend(q, k, v, is_causal=causal, **given)[..., :D]
-
-    def fused_groups(self: Any) -> int:
-        return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -462,7 +459,7 @@ class Attention(Body):
             yield {}
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        roles, groups = self.fused_roles, self.fused_groups()
+        roles, groups = self.fused_roles, getattr(self, self.fused_roles.groups, 1)
         if groups > 1:
             yield "k and v repeated", 2 * (1 + 1 / groups) * self.fused_width()
         by_host = not roles.kernel if self.fused_searched else self.fused_norms() is None

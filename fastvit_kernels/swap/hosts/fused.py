@@ -162,14 +162,11 @@ class Fused:
         modules = self.named_modules() if self.fused_searched else ()
         return next((f"{name} is hooked" for name, m in modules if name and is_hooked(m)), None)
 
-    def _fused_none(self) -> Iterator[Any]:
-        yield from ()
-
     # For the report.
     # What PyTorch computes inside: a name, and the elements that it reads and writes for each token
-    fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = _fused_none
+    fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = lambda self: iter(())
     # The attentions inside that see windows, and how many tokens each has.
-    fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = _fused_none
+    fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = lambda self: iter(())
 
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
