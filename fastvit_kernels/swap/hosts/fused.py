@@ -392,9 +392,8 @@ class NormRoles(NamedTuple):
     weight: str = "weight"
     bias: str = "bias"
     eps: str = "eps"
-    dtype: str = (
-        ""  # torch's own rule; or that of the "input"; or the "widest", weight's or input's
-    )
+    # torch's own rule; or that of the "input"; or the "widest", weight's or input's
+    dtype: str = ""
     rounded: bool = False  # it computes in fp32, whatever the dtype
 
 
