@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_not, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -276,14 +276,10 @@ class Facts:
         described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
         above = {name.rpartition(".")[0] for name, _ in described}
         drops = {name: known[0] for name, known in described if name not in above and _drops(known)}
-
-        def without(classes: list[type], values: list[Any]) -> list[Any]:
-            pairs = zip(classes, values, strict=True)
-            return [v for c, v in pairs if c not in drops.values()]
-
         key = [(n, "drops" if n in drops else known, *more) for n, known, *more in self.key[0]]
         answers = tuple(a for a in self.answers if a is not None)
-        functions, read = without(self.classes, self.functions), without(self.readers, self.read)
+        functions = compress(self.functions, [c not in drops.values() for c in self.classes])
+        read = compress(self.read, [c not in drops.values() for c in self.readers])
         return tuple(key), tuple(functions), answers, tuple(read)
 
     def hold(self, root: nn.Module) -> bool:

@@ -39,19 +39,6 @@ def host_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _mixin_of(cls: type, of_tokens: bool) -> Any:
-    """The mixin of exactly this class, None where no table has it.
-
-    Args:
-        of_tokens: for a child of a class that `takes_tokens`.
-    """
-    name = HOST_FILES.get(cls.__module__.partition(".")[0])
-    if name is None or hasattr(cls, "fused_host"):
-        return None
-    mixin = importlib.import_module(name).TABLE.get(host_path(cls))
-    return (of_tokens and getattr(mixin, "fused_of_tokens", None)) or mixin
-
-
 def takes_tokens(parent: type) -> bool:
     """Whether this class turns the grid of its patch convolution into tokens at once, and does not
     ask for its strides."""
@@ -74,7 +61,16 @@ def swapped_class(cls: type, parent: type | None = None) -> type | None:
 
 
 def by_table(cls: type, of_tokens: bool) -> type | None:
-    mixin = _mixin_of(cls, of_tokens)
+    """The swapped subclass of exactly this class, None where no table has it.
+
+    Args:
+        of_tokens: for a child of a class that `takes_tokens`.
+    """
+    name = HOST_FILES.get(cls.__module__.partition(".")[0])
+    if name is None or hasattr(cls, "fused_host"):
+        return None
+    mixin: Any = importlib.import_module(name).TABLE.get(host_path(cls))
+    mixin = (of_tokens and getattr(mixin, "fused_of_tokens", None)) or mixin
     return None if mixin is None else make(mixin, cls)
 
 
@@ -96,7 +92,7 @@ def _pickled(cls: Any) -> Any:
         return cls.__qualname__
     if cls.fused_searched:
         return cls.fused_remade, (host, cls.fused_roles)
-    return by_table, (host, cls.__mro__[1] is not _mixin_of(host, of_tokens=False))
+    return by_table, (host, cls is not by_table(host, of_tokens=False))
 
 
 copyreg.pickle(SwappedType, _pickled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -74,10 +75,8 @@ class AttentionRoles(NamedTuple):
 def ways_of_rope() -> Iterator[str]:
     """What a host's rotation may be: the pairs, which table comes first, and whether all tokens
     before those of the tables are prefix, or a fixed number."""
-    for pairs in ("half", "interleaved"):
-        for first in ("cos before sin", "sin before cos"):
-            for prefix in ("any prefix", "this prefix"):
-                yield f"{pairs}, {first}, {prefix}"
+    orders = ("cos before sin", "sin before cos")
+    return map(", ".join, product(("half", "interleaved"), orders, ("any prefix", "this prefix")))
 
 
 def attention_facts(module: Any) -> Any:
