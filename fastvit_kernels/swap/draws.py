@@ -7,11 +7,13 @@ refused before it does.
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -85,9 +87,16 @@ def _names_numpys(code: CodeType, names: dict[str, Any]) -> bool:
     """Whether a function with these globals names numpy.random, or what is in it. What it
     keeps of that elsewhere, in an attribute say, is not seen."""
     numpy, numpys = map(sys.modules.get, ("numpy", "numpy.random"))
-    named = [names.get(name, sys.modules.get(name)) for name in code.co_names]  # or it imports it
-    asks = numpy is not None and "random" in code.co_names and any(x is numpy for x in named)
-    return asks or (numpys is not None and any(id(x) in _members(numpys) for x in named))
+    for step, then in pairwise(dis.get_instructions(code)):
+        if step.opname == "IMPORT_NAME":
+            x, is_asked = sys.modules.get(step.argval), "random" in code.co_names
+        elif step.opname == "LOAD_GLOBAL":
+            x, is_asked = names.get(step.argval), then.argval == "random"
+        else:
+            continue
+        if x is not None and ((x is numpy and is_asked) or (numpys and id(x) in _members(numpys))):
+            return True
+    return False
 
 
 def _refuse_foreign(frame: Any, event: str, called: Any) -> None:
