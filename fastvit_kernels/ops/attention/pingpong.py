@@ -54,13 +54,12 @@ def _load(
     q_tiles, k_tiles, v_tiles, _ = tiles
     q_full, q_empty, k_full, v_full, empty, _ = barriers
     num_heads, H, T = sizes
-    num_tiles = gl.cdiv(T, TILE)
-    parts = gl.cdiv(num_tiles, 2) if STREAMED else 1  # items of a head
-    own = 2 if STREAMED else num_tiles  # tiles of queries of an item
+    OWN: gl.constexpr = 2 if STREAMED else CHUNK
+    parts = gl.cdiv(gl.cdiv(T, TILE), OWN)
     step = 0
     count = 0
     for item in range(gl.program_id(0), num_heads * parts, gl.num_programs(0)):
-        head, first = item // parts, item % parts * own
+        head, first = item // parts, item % parts * OWN
         b, h = head // H, head % H
         for start in range(0, T, CHUNK * TILE):
             slot = step % STAGES
@@ -75,13 +74,24 @@ def _load(
                 fetch(qkv, at, v_full.index(slot), v_tiles.index(slot * CHUNK + i))
             step += 1
             if start == 0:
-                for tile in range(first, first + own):
+                for tile in range(first, first + OWN):
                     q_slot = count % QUERIES
                     mbarrier.wait(q_empty.index(q_slot), count // QUERIES + 1 & 1)
                     mbarrier.expect(q_full.index(q_slot), qkv.block_type.nbytes)
                     at = [b, tile * TILE, h, 0]
                     fetch(qkv, at, q_full.index(q_slot), q_tiles.index(q_slot))
                     count += 1
+
+
+@gluon.jit
+def _by_lane(x):
+    """The columns as (a thread's, lanes, 2): a reduction of the first of these is each thread's."""
+    return gl.reshape(x, (TILE, x.shape[1] // 8, 4, 2))
+
+
+@gluon.jit
+def _laid_as(x, other):
+    return gl.convert_layout(x, other.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -93,11 +103,11 @@ def _probabilities(s, row_max, scale_log2):
 
 @gluon.jit
 def _chunk(
-    acc, row_max, row_sum, q, k_tiles, v_tiles, first, k_full, v_full, slot, phase, turns, turn,
-    left, scale_log2, GROUP_OF: gl.constexpr, TILES: gl.constexpr, TAIL: gl.constexpr,
-    CHECK: gl.constexpr, ALONE: gl.constexpr,
+    acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn, left,
+    scale_log2, GROUP_OF: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr,
+    TAIL: gl.constexpr, CHECK: gl.constexpr, ALONE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A step of the softmax: TILES tiles of keys from `first` on, of the last its TAIL first rows.
+    """A step of the softmax: the first TILES tiles of a chunk, of the last TAIL rows.
 
     Args:
         left: keys of the last tile; CHECK: they may be fewer than TAIL.
@@ -108,6 +118,7 @@ def _chunk(
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     WIDE: gl.constexpr = TILE if TILES > 1 else TAIL
+    slot, phase = step % STAGES, step // STAGES & 1
     layout_wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
     layout_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
 
@@ -115,7 +126,7 @@ def _chunk(
     mbarrier.wait(k_full.index(slot), phase)
     pending = ()
     for i in gl.static_range(TILES):
-        k = _matrix(k_tiles.index(first + i))
+        k = _matrix(k_tiles.index(slot * CHUNK + i))
         if i < TILES - 1:
             zeros = gl.zeros((TILE, TILE), gl.float32, layout_wide)
         else:
@@ -131,14 +142,9 @@ def _chunk(
                 seen = gl.arange(0, TAIL, gl.SliceLayout(0, layout_tail)) < left
                 s = gl.where(seen[None, :], s, float("-inf"))
         scores += (s,)
-        if i == 0:
-            top = s
-        elif s.shape[1] == WIDE:
-            top = gl.maximum(top, s)
-    new_max = gl.convert_layout(gl.max(top, axis=1), rows, assert_trivial=True)
-    if TAIL < WIDE:
-        of_tail = gl.convert_layout(gl.max(s, axis=1), rows, assert_trivial=True)
-        new_max = gl.maximum(new_max, of_tail)
+        each = gl.max(_by_lane(s), axis=1)
+        top = each if i == 0 else gl.maximum(top, _laid_as(each, top))
+    new_max = _laid_as(gl.max(gl.reshape(top, (TILE, 8)), axis=1), row_max)
     new_max *= scale_log2
     if not ALONE:
         new_max = gl.maximum(row_max, new_max)
@@ -146,25 +152,23 @@ def _chunk(
         row_sum *= rescale
         acc *= rescale[:, None]
     mbarrier.wait(v_full.index(slot), phase)
-    operands = ()
     for i in gl.static_range(TILES):
-        v = _matrix(v_tiles.index(first + i))
+        v = _matrix(v_tiles.index(slot * CHUNK + i))
         if i == TILES - 1:
             v = v.slice(0, TAIL, 0)
         p = _probabilities(scores[i], new_max, scale_log2)
-        if i == 0:
-            total = p
-        elif p.shape[1] == WIDE:
-            total += p
-        operands += (gl.convert_layout(p.to(v.dtype), operand, assert_trivial=True),)
-        acc = multiply(operands[i], v, acc, use_acc=not (ALONE and i == 0), is_async=True)
+        each = gl.sum(_by_lane(p), axis=1)
+        total = each if i == 0 else total + _laid_as(each, total)
+        p = gl.convert_layout(p.to(v.dtype), operand, assert_trivial=True)
+        acc = multiply(p, v, acc, use_acc=not (ALONE and i == 0), is_async=True)
+        if i > 0:
+            acc, _ = multiply_wait(1, deps=[acc, former])
+        former = p
     # The sums run beside the products.
-    new_sum = gl.convert_layout(gl.sum(total, axis=1), rows, assert_trivial=True)
-    if TAIL < WIDE:
-        new_sum += gl.convert_layout(gl.sum(p, axis=1), rows, assert_trivial=True)
+    new_sum = _laid_as(gl.sum(gl.reshape(total, (TILE, 8)), axis=1), row_sum)
     if not ALONE:
         new_sum += row_sum
-    acc = multiply_wait(0, deps=(acc,) + operands)[0]
+    acc, _ = multiply_wait(0, deps=[acc, former])
     return acc, new_max, new_sum
 
 
@@ -183,60 +187,51 @@ def _attend(
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     buffer = out_tiles.index(GROUP_OF)
-    num_tiles = gl.cdiv(T, TILE)
-    parts = gl.cdiv(num_tiles, 2) if STREAMED else 1
-    own = 2 if STREAMED else num_tiles
-    step = 0
-    count = 0
+    OWN: gl.constexpr = 2 if STREAMED else CHUNK  # tiles of queries of an item
+    parts = gl.cdiv(gl.cdiv(T, TILE), OWN)  # items of a head
+    programs = gl.num_programs(0)
+    items = gl.cdiv(num_heads * parts - gl.program_id(0), programs)  # of this program
     turn = 0
-    for item in range(gl.program_id(0), num_heads * parts, gl.num_programs(0)):
-        head, first = item // parts, item % parts * own
-        b, h = head // H, head % H
-        for i in range((count + GROUP_OF) % 2, own, 2):
-            start_q = (first + i) * TILE
-            slot = (count + i) % QUERIES
-            mbarrier.wait(q_full.index(slot), (count + i) // QUERIES & 1)
-            q = _matrix(q_tiles.index(slot)).load(operand)
-            mbarrier.arrive(q_empty.index(slot), count=1)
-            acc = gl.zeros((TILE, D), gl.float32, layout)
-            row_max = gl.full((TILE,), float("-inf"), gl.float32, rows)
-            row_sum = gl.zeros((TILE,), gl.float32, rows)
-            start_kv = 0
-            if STREAMED:
-                for start_kv in range(0, T - CHUNK * TILE, CHUNK * TILE):
-                    kv = step % STAGES
-                    acc, row_max, row_sum = _chunk(
-                        acc, row_max, row_sum, q, k_tiles, v_tiles, kv * CHUNK, k_full, v_full, kv,
-                        step // STAGES & 1, turns, turn, 0, scale_log2, GROUP_OF, CHUNK, TILE,
-                        False, False,
-                    )  # fmt: skip
-                    mbarrier.arrive(empty.index(kv), count=1)
-                    step += 1
-                    turn += 1
-            kv = step % STAGES
-            left = (T - 1) % TILE + 1
-            acc, row_max, row_sum = _chunk(
-                acc, row_max, row_sum, q, k_tiles, v_tiles, kv * CHUNK, k_full, v_full, kv,
-                step // STAGES & 1, turns, turn, left, scale_log2, GROUP_OF, LAST, TAIL,
-                CHECK, not STREAMED,
-            )  # fmt: skip
-            if STREAMED:
-                mbarrier.arrive(empty.index(kv), count=1)
+    step = 0
+    for tile in range(GROUP_OF, items * OWN, 2):
+        item = gl.program_id(0) + tile // OWN * programs
+        head, start_q = item // parts, (item % parts * OWN + tile % OWN) * TILE
+        slot = tile % QUERIES
+        mbarrier.wait(q_full.index(slot), tile // QUERIES & 1)
+        q = _matrix(q_tiles.index(slot)).load(operand)
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        acc = gl.zeros((TILE, D), gl.float32, layout)
+        row_max = gl.full((TILE,), float("-inf"), gl.float32, rows)
+        row_sum = gl.zeros((TILE,), gl.float32, rows)
+        if STREAMED:
+            for _ in range(0, T - CHUNK * TILE, CHUNK * TILE):
+                acc, row_max, row_sum = _chunk(
+                    acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn,
+                    0, scale_log2, GROUP_OF, CHUNK, CHUNK, TILE, False, False, STAGES,
+                )  # fmt: skip
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
                 step += 1
-            turn += 1
-            offs_q = start_q + gl.arange(0, TILE, rows)
-            lse = gl.where(offs_q < T, row_max + gl.log2(row_sum), float("inf"))
-            lse_row = lse_ptr + head.to(gl.int64) * padded(T)
-            gl.store(lse_row + offs_q, lse, mask=offs_q < padded(T))
-            acc *= (1.0 / row_sum)[:, None]
-            store_wait(0)  # the buffer's last tile has been read
-            _matrix(buffer).store(acc.to(out.dtype))
-            fence()
-            put(out, [b, start_q, h, 0], buffer)
-        count += own
-        if not STREAMED:
-            mbarrier.arrive(empty.index(step % STAGES), count=1)
-            step += 1
+                turn += 1
+        else:
+            step = tile // OWN
+        acc, row_max, row_sum = _chunk(
+            acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn,
+            (T - 1) % TILE + 1, scale_log2, GROUP_OF, CHUNK, LAST, TAIL, CHECK, not STREAMED,
+            STAGES,
+        )  # fmt: skip
+        done = STREAMED or tile % OWN + 2 >= OWN  # the group's last tile of the item
+        mbarrier.arrive(empty.index(step % STAGES), count=1, pred=done)
+        step += 1
+        turn += 1
+        offs_q = start_q + gl.arange(0, TILE, rows)
+        lse = gl.where(offs_q < T, row_max + gl.log2(row_sum), float("inf"))
+        lse_row = lse_ptr + head.to(gl.int64) * padded(T)
+        gl.store(lse_row + offs_q, lse, mask=offs_q < padded(T))
+        acc *= (1.0 / row_sum)[:, None]
+        store_wait(0)  # the buffer's last tile has been read
+        _matrix(buffer).store(acc.to(out.dtype))
+        fence()
+        put(out, [head // H, start_q, head % H, 0], buffer)
     store_wait(0)
 
 
@@ -269,7 +264,7 @@ def _attention_fwd_pingpong_kernel(
     )  # fmt: skip
     barriers = (
         _barriers(QUERIES, 1), _barriers(QUERIES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
-        _barriers(STAGES, 2), _barriers(2, 1),
+        _barriers(STAGES, 2 if STREAMED or CHUNK > 1 else 1), _barriers(2, 1),
     )  # fmt: skip
     fence()  # TMA counts bytes at them
     scale_log2 = scale * LOG2_E
