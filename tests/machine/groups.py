@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from . import sass
+from . import sass, scalar
 from .ptx import Block, Ptx
 from .sass import Instruction
 from .scalar import Op
@@ -28,6 +28,17 @@ class Role(NamedTuple):
     blocks: frozenset[int]  # of that, its own
     code: list[Instruction]
     multiplies: bool
+
+
+class RolePtx(Ptx):
+    """A kernel's PTX in which one role alone runs."""
+
+    def _step(self, at: int, op: Op) -> Any:
+        step = super()._step(at, op)
+        if op.name not in ("mul.hi.s32", "mul.hi.u32"):  # of a division by a constant
+            return step
+        read = [scalar._reader(source, 32, op.name.endswith("s32")) for source in op.operands[1:]]
+        return step._replace(value=scalar._applied(lambda a, b: a * b >> 32, *read))
 
 
 def has_roles(ptx: Ptx) -> bool:
@@ -58,6 +69,7 @@ def _entries(successors: Sequence[Sequence[int]], switch: int) -> list[int]:
 def _waitless(ptx: Ptx) -> Ptx:
     """Without the loops that wait for mbarriers, whose labels are not unique."""
     made = copy.copy(ptx)
+    made.__class__ = RolePtx
     for name in ("place", "successors", "loops", "_deciding", "work", "_program"):
         made.__dict__.pop(name, None)
     made.blocks = []
@@ -80,9 +92,9 @@ def _of_ptx(whole: Ptx) -> list[tuple[int, Ptx, frozenset[int]]]:
         blocks = _reached(entry, whole.successors, head)
         for i in blocks:
             mine.blocks[i].ops = [_cut(op, whole.place, head) for op in mine.blocks[i].ops]
-        if entry == 0:  # where the others go to the switch
-            fork = min(i for i in blocks if mine.blocks[i].ops[-1:] == [RETURN])
-            mine.blocks[fork - 1].ops[-1] = mine.blocks[fork - 1].ops[-1]._replace(guard="")
+        if entry == 0:  # where the others go to the switch, at once or by a block of theirs
+            fork = next(b for b in mine.blocks if b.ops and b.ops[-1].guard and b.ops[-1].is_branch)
+            fork.ops[-1] = fork.ops[-1]._replace(guard="")
         to = Op("", "bra.uni", (mine.blocks[entry].label,)) if entry else RETURN
         ops = mine.blocks[at].ops
         mine.blocks[at].ops = [to if op.name.startswith("brx") else op for op in ops]

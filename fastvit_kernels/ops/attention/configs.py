@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import VERSION
+from ...runtime.triton import VERSION, has_gluon
 from .tiling import query_parts
 
 MAX_D = 256
@@ -45,7 +45,7 @@ class FwdConfig(NamedTuple):
     heads: int  # a program, one after the other
     num_warps: int
     num_stages: int
-    route: str = "triton"  # or "library"
+    route: str = "triton"  # or "library", or "gluon": Hopper's own (pingpong.py), of packed qkv
 
 
 class SplitConfig(NamedTuple):
@@ -90,6 +90,9 @@ LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "modelled")}
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
+# Two groups of warps in turns, taken where `tune` finds it quicker. By the model of docs/compile.md
+# 24 % quicker at T = 197, 30 % at 257; level where keys do not fit, so there it is none.
+PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -439,6 +442,9 @@ def _fwd_fits(
 ) -> bool:
     if config.route == "library":
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
+    if config.route == "gluon":
+        fits = (gpu.arch, mask) == ("sm_90", "none") and D in (32, 64) and tokens <= 272
+        return fits and ITEMSIZE[dtype] == 2 and has_gluon()
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
@@ -517,7 +523,7 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
 
 
 FWD_TABLE = ConfigTable(
-    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD],
+    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD, PINGPONG_FWD],
     _or_library(own_fwd, LIBRARY_FWD), _fwd_fits,
 )  # fmt: skip
 BWD_TABLE = ConfigTable(

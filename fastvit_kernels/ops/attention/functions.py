@@ -76,7 +76,8 @@ def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
-    return launch_fwd(readable(qkv).unbind(2), None, seed, scale, dropout_p, False)
+    qkv = readable(qkv)
+    return launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
 
 
 @operator(fake=empty_dqkv, flops=bwd_flops)

@@ -130,10 +130,10 @@ def _block(T: int, block: int) -> int:
 
 @launch_plan
 def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
-    """The launch of the forward kernel, whatever the route; arguments: the fields of `Problem`."""
+    """The launch of the plain forward kernel, whatever the route; arguments: those of `Problem`."""
     problem = Problem(gpu, *fields)
     config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
-    if config.route == "library":
+    if config.route != "triton":
         config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
@@ -286,15 +286,23 @@ class FwdCall(NamedTuple):
 
     launch: Callable[..., None] | None  # None: the library's
     sizes: tuple[int, ...]  # before those of packed sequences
+    of_qkv: bool = False  # called with out, lse and packed qkv alone
 
 
 @launch_plan
-def fwd_call(gpu: Gpu, *fields: Any, own: bool = False) -> FwdCall:
-    """Arguments: the fields of `Layouts`, whether ours must run."""
+def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) -> FwdCall:
+    """Arguments: the fields of `Layouts`, whether ours must run, whether q, k and v are packed."""
     layouts = Layouts(gpu, *fields)
     problem = Problem(*layouts.problem())
-    if not own and problem.is_by_library(FWD_TABLE.choose(gpu, *problem.key())):
+    config = FWD_TABLE.choose(gpu, *problem.key())
+    if not own and problem.is_by_library(config):
         return FwdCall(None, ())
+    if config.route == "gluon" and of_qkv:
+        from .pingpong import fwd_pingpong
+
+        strides = layouts.strides[0]
+        launch = fwd_pingpong(layouts.shape, strides, layouts.scale, gpu.num_sms)
+        return FwdCall(launch, (), of_qkv=True)
     launch = fwd_launch(*problem)
     return FwdCall(launch.bind(layouts), launch.sizes)
 
@@ -382,11 +390,11 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 def launch_fwd(
     qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool, packing: Packing | None = None,
+    is_causal: bool, packing: Packing | None = None, packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, T, H, D) and lse (`empty_rows`), by our kernel or by the library's.
 
-    qkv: q, k and v, (B, T, H, D) views.
+    qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
     mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
     packing: with it B is 1, and there is no mask.
     """
@@ -419,7 +427,8 @@ def launch_fwd(
         device, q.dtype, q.shape, k.shape[1], (q.stride(), k.stride(), v.stride()), layout,
         is_causal, False, scale, dropout_p, precision,
     )  # fmt: skip
-    call = fwd_call(*layouts)
+    of_qkv = packed is not None and packed.stride(2) == q.shape[2] * q.stride(2)
+    call = fwd_call(*layouts, of_qkv=of_qkv)
     if call.launch is None:
         if (found := fwd_by_library(qkv, scale, is_causal)) is not None:
             return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
@@ -427,7 +436,10 @@ def launch_fwd(
         assert call.launch is not None
     out = q.new_empty(q.shape)
     lse = empty_rows(out)
-    call.launch(out, lse, q, k, v, mask, seed, None)
+    if call.of_qkv:
+        call.launch(out, lse, packed)
+    else:
+        call.launch(out, lse, q, k, v, mask, seed, None)
     return out, lse
 
 

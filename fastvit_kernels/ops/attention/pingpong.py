@@ -21,6 +21,10 @@ Gluon has no interpreter: tests/machine/device runs the PTX.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from ...runtime.gluon import (
     fence,
     fetch,
@@ -31,13 +35,15 @@ from ...runtime.gluon import (
     multiply_wait,
     put,
     store_wait,
+    tensor_map,
 )
-from ...runtime.triton import ANY_BATCH, constant
+from ...runtime.triton import ANY_BATCH, bind_launch, constant, triton
 from .tiles import LOG2_E, padded
 
 REGISTERS = constant((240, 24))  # of the second group of multipliers, of the loader
 TILE = constant(64)  # queries of a group at once, keys of a product
 QUERIES = constant(4)  # tiles of queries in shared memory
+RESIDENT = 4  # tiles of keys whose scores fit in registers; beyond, 16 keys
 
 
 @gluon.jit
@@ -283,3 +289,33 @@ def _attention_fwd_pingpong_kernel(
         [4, 1],
         REGISTERS,
     )  # fmt: skip
+
+
+def fwd_pingpong(
+    shape: tuple[int, ...], strides: tuple[int, ...], scale: float, num_sms: int
+) -> Callable[[Tensor, Tensor, Tensor], None]:
+    """The launch of the forward of packed (B, T, 3, H, D), called with out, lse and that.
+
+    Args:
+        shape, strides: of q, (B, T, H, D).
+    """
+    B, T, H, D = shape
+    tiles, rest = -(-T // TILE.value), (T - 1) % TILE.value + 1
+    tail = 16 if rest <= 16 else 32 if rest <= 32 else TILE.value
+    resident = tiles <= RESIDENT or (tiles == RESIDENT + 1 and tail == 16)
+    chunk = tiles if resident else 2
+    items = B * H * (1 if resident else -(-tiles // 2))
+    block = (1, TILE.value, 1, triton.next_power_of_2(D))
+    launch = bind_launch(
+        _attention_fwd_pingpong_kernel, (min(items, num_sms),), B * H, H, T, scale, CHUNK=chunk,
+        LAST=(tiles - 1) % chunk + 1, TAIL=tail, CHECK=rest < tail, STAGES=2,
+        STREAMED=not resident, num_warps=4,
+    )  # fmt: skip
+
+    def run(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
+        launch(
+            tensor_map(out, shape, (T * H * D, H * D, D, 1), block), lse,
+            tensor_map(qkv, (B, T, 3 * H, D), strides, block),
+        )  # fmt: skip
+
+    return run

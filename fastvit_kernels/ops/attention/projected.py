@@ -73,7 +73,7 @@ def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False)
+    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
 
 
 def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
