@@ -91,7 +91,8 @@ LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
 # Two groups of warps in turns, taken where `tune` finds it quicker. By the model of docs/compile.md
-# 24 % quicker at T = 197, 30 % at 257; level where keys do not fit, so there it is none.
+# at D = 64 24 % quicker at T = 197, 30 % at 257, level where keys do not all fit in registers; at
+# D = 128 33 % at T = 197, 37 % at 577. Elsewhere, and at D = 32, less than 10 %: not there.
 PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
 
 # By (bytes an element, largest padded D), first row that fits.
@@ -443,8 +444,9 @@ def _fwd_fits(
     if config.route == "library":
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
     if config.route == "gluon":
-        fits = (gpu.arch, mask) == ("sm_90", "none") and D in (32, 64) and tokens <= 272
-        return fits and ITEMSIZE[dtype] == 2 and has_gluon()
+        fits = (D == 64 and 128 < tokens <= 272) or (D == 128 and tokens > 64)
+        here = (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2)
+        return here and fits and has_gluon()
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):

@@ -302,7 +302,8 @@ def fwd_pingpong(
     B, T, H, D = shape
     tiles, rest = -(-T // TILE.value), (T - 1) % TILE.value + 1
     tail = 16 if rest <= 16 else 32 if rest <= 32 else TILE.value
-    resident = tiles <= RESIDENT or (tiles == RESIDENT + 1 and tail == 16)
+    most = RESIDENT if D <= 64 else 2  # the rest of the registers and shared memory have D columns
+    resident = tiles <= most or (tiles == RESIDENT + 1 and tail == 16 and D <= 64)
     chunk = tiles if resident else 2
     items = B * H * (1 if resident else -(-tiles // 2))
     block = (1, TILE.value, 1, triton.next_power_of_2(D))
