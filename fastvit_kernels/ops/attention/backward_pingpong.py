@@ -50,9 +50,9 @@ def _fetch_keys(qkv, b, h, H, tile: gl.constexpr, k_tiles, v_tiles, kv_full, kv_
 
 
 @gluon.jit
-def _load(qkv, dout, tiles, barriers, sizes, TILES: gl.constexpr):
+def _load(qkv, out, dout, tiles, barriers, sizes, TILES: gl.constexpr):
     """Fetch what each head reads as soon as the head before has read its own."""
-    q_tiles, do_tiles, k_tiles, v_tiles, _, _, _ = tiles
+    q_tiles, do_tiles, k_tiles, v_tiles, _, ds_tiles, _ = tiles
     q_full, q_empty, kv_full, kv_empty, _, _ = barriers
     num_heads, H, T = sizes
     phase = 0
@@ -62,10 +62,11 @@ def _load(qkv, dout, tiles, barriers, sizes, TILES: gl.constexpr):
             _fetch_keys(qkv, b, h, H, tile, k_tiles, v_tiles, kv_full, kv_empty, phase)
         mbarrier.wait(q_empty.index(0), phase ^ 1)
         ready = q_full.index(0)
-        mbarrier.expect(ready, 8 * qkv.block_type.nbytes)
+        mbarrier.expect(ready, 12 * qkv.block_type.nbytes)
         for i in gl.static_range(4):
             fetch(qkv, [b, i * TILE, h, 0], ready, q_tiles.index(i))
             fetch(dout, [b, i * TILE, h, 0], ready, do_tiles.index(i))
+            fetch(out, [b, i * TILE, h, 0], ready, ds_tiles.index(i))  # until ds is made
         _fetch_keys(qkv, b, h, H, TILES - 1, k_tiles, v_tiles, kv_full, kv_empty, phase)
         phase ^= 1
 
@@ -99,130 +100,150 @@ def _pass_out(x, out, at, buffer):
 
 
 @gluon.jit
-def _load_rows(out_ptr, lse_ptr, head, H, T, D, start, BLOCK_D: gl.constexpr):
-    """A tile of out, in whose layout delta is summed, and of lse: +inf past T, so that p is 0."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    offs_t = start + gl.arange(0, TILE, gl.SliceLayout(1, wide))
-    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, wide))
-    first = out_ptr + (head // H).to(gl.int64) * T * H * D + head % H * D
-    mask = (offs_t < T)[:, None] & (offs_d < D)[None, :]
-    out = gl.load(first + offs_t[:, None] * (H * D) + offs_d[None, :], mask=mask, other=0.0)
-    offs_q = start + gl.arange(0, TILE, gl.SliceLayout(1, layout))
+def _load_lse(lse_ptr, head, T, start, rows: gl.constexpr):
+    """Of a tile of queries: +inf past T, so that p is 0."""
+    offs_q = start + gl.arange(0, TILE, rows)
     row = lse_ptr + head.to(gl.int64) * padded(T)
-    return out, gl.load(row + offs_q, mask=offs_q < padded(T), other=float("inf"))
+    return gl.load(row + offs_q, mask=offs_q < padded(T), other=float("inf"))
 
 
 @gluon.jit
-def _delta(out, do_tile):
+def _delta(do_tile, out_tile, layout: gl.constexpr):
     """rowsum(out * dout)."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    do = _matrix(do_tile).load(out.type.layout)
-    delta = gl.sum(out.to(gl.float32) * do.to(gl.float32), axis=1)
-    return gl.convert_layout(delta, gl.SliceLayout(1, layout))
+    do, out = _matrix(do_tile).load(layout), _matrix(out_tile).load(layout)
+    return gl.sum(out.to(gl.float32) * do.to(gl.float32), axis=1)
+
+
+@gluon.jit
+def _by_key(tiles, none, GROUP_OF: gl.constexpr, layout: gl.constexpr):
+    """dv of a tile of keys, or dk, pending: of all queries."""
+    q_tiles, do_tiles, _, _, p_tiles, ds_tiles, _ = tiles
+    weights = p_tiles if GROUP_OF == 0 else ds_tiles
+    factors = do_tiles if GROUP_OF == 0 else q_tiles
+    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    acc = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
+    for i in gl.static_range(4):
+        by_key = _matrix(weights.index(i + none)).permute((1, 0))
+        acc = multiply(by_key, _matrix(factors.index(i + none)), acc, use_acc=i > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _store_grad(acc, dqkv, head, H, tile, scale, buffer, GROUP_OF: gl.constexpr):
+    if GROUP_OF == 1:
+        acc *= scale
+    at = [head // H, tile * TILE, (2 - GROUP_OF) * H + head % H, 0]
+    _pass_out(acc, dqkv, at, buffer)
+
+
+@gluon.jit
+def _key_tile(
+    dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, T, phase, turn, scale,
+    GROUP_OF: gl.constexpr, CHECK: gl.constexpr, FIRST_KEYS: gl.constexpr,
+):  # fmt: skip
+    """What a tile of keys adds to dq, and dv or dk of the tile before."""
+    q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, buffers = tiles
+    _, _, kv_full, kv_empty, made, used = barriers
+    lse0, lse1, delta0, delta1 = rows
+    dtype: gl.constexpr = dqkv.dtype
+    layout: gl.constexpr = dq0.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    FIRST: gl.constexpr = 2 * GROUP_OF
+    none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
+    left = T - tile * TILE
+    scale_log2 = scale * LOG2_E
+    k, v = _matrix(k_tiles.index(tile)), _matrix(v_tiles.index(tile))
+    mbarrier.wait(kv_full.index(tile), phase)
+    q = _matrix(q_tiles.index(FIRST + none))
+    s0, dp0 = _scores(q, _matrix(do_tiles.index(FIRST + none)), k, v)
+    if FIRST_KEYS:
+        s0, dp0 = multiply_wait(0, deps=[s0, dp0])
+    else:
+        mbarrier.wait(made.index(0), turn & 1 ^ 1)
+        acc = _by_key(tiles, none, GROUP_OF, layout)
+        s0, dp0 = multiply_wait(4, deps=[s0, dp0])
+    p, ds = _weights(s0, dp0, lse0, delta0, left, scale_log2, dtype, CHECK)
+    if not FIRST_KEYS:
+        acc = multiply_wait(0, deps=[acc])
+        mbarrier.arrive(used.index(0), count=1)
+    mbarrier.wait(used.index(0), turn & 1 ^ 1)
+    _matrix(p_tiles.index(FIRST + none)).store(p)
+    _matrix(ds_tiles.index(FIRST + none)).store(ds)
+    ds0 = gl.convert_layout(ds, operand, assert_trivial=True)
+    dq0 = multiply(ds0, k, dq0, is_async=True)
+    if not FIRST_KEYS:
+        _store_grad(acc, dqkv, head, H, tile - 1, scale, buffers.index(GROUP_OF), GROUP_OF)
+    q = _matrix(q_tiles.index(FIRST + 1 + none))
+    s1, dp1 = _scores(q, _matrix(do_tiles.index(FIRST + 1 + none)), k, v)
+    s1, dp1, dq0, _ = multiply_wait(0, deps=[s1, dp1, dq0, ds0])
+    p, ds = _weights(s1, dp1, lse1, delta1, left, scale_log2, dtype, CHECK)
+    _matrix(p_tiles.index(FIRST + 1 + none)).store(p)
+    _matrix(ds_tiles.index(FIRST + 1 + none)).store(ds)
+    fence()
+    mbarrier.arrive(made.index(0), count=1)
+    ds1 = gl.convert_layout(ds, operand, assert_trivial=True)
+    dq1 = multiply(ds1, k, dq1, is_async=True)
+    dq1, _ = multiply_wait(0, deps=[dq1, ds1])
+    mbarrier.arrive(kv_empty.index(tile), count=1)
+    return dq0, dq1
 
 
 @gluon.jit
 def _grads(
-    dqkv, out_ptr, lse_ptr, tiles, barriers, sizes, D, scale, TILES: gl.constexpr,
+    dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES: gl.constexpr,
     CHECK: gl.constexpr, GROUP_OF: gl.constexpr,
 ):  # fmt: skip
-    q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, buffers = tiles
-    q_full, q_empty, kv_full, kv_empty, made, used = barriers
+    """The group's part of each head of the program."""
+    _, do_tiles, _, _, _, ds_tiles, buffers = tiles
+    q_full, q_empty, _, _, made, used = barriers
     num_heads, H, T = sizes
     BLOCK_D: gl.constexpr = dqkv.block_type.shape[3]
-    dtype: gl.constexpr = dqkv.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     FIRST: gl.constexpr = 2 * GROUP_OF  # of the group's tiles of queries
-    q0, q1 = _matrix(q_tiles.index(FIRST)), _matrix(q_tiles.index(FIRST + 1))
-    do0, do1 = _matrix(do_tiles.index(FIRST)), _matrix(do_tiles.index(FIRST + 1))
     buffer = buffers.index(GROUP_OF)
-    zeros = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
-    scale_log2 = scale * LOG2_E
     phase = 0
     turn = 0  # tiles of keys that have passed
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
-        b, h = head // H, head % H
-        start = FIRST * TILE
-        out0, lse0 = _load_rows(out_ptr, lse_ptr, head, H, T, D, start, BLOCK_D)
-        out1, lse1 = _load_rows(out_ptr, lse_ptr, head, H, T, D, start + TILE, BLOCK_D)
+        start = FIRST * TILE + (turn >> 30)
+        lse0 = _load_lse(lse_ptr, head, T, start, gl.SliceLayout(1, layout))
+        lse1 = _load_lse(lse_ptr, head, T, start + TILE, gl.SliceLayout(1, layout))
         mbarrier.wait(q_full.index(0), phase)
-        mbarrier.wait(kv_full.index(0), phase)
-        k, v = _matrix(k_tiles.index(0)), _matrix(v_tiles.index(0))
-        s0, dp0 = _scores(q0, do0, k, v)
-        delta0, delta1 = _delta(out0, do_tiles.index(FIRST)), _delta(out1, do_tiles.index(FIRST + 1))
-        dq0 = zeros
-        dq1 = zeros
-        acc = zeros
-        for tile in gl.static_range(TILES):
-            left = T - tile * TILE
-            s0, dp0 = multiply_wait(4 if tile > 0 else 0, deps=[s0, dp0])
-            p, ds = _weights(s0, dp0, lse0, delta0, left, scale_log2, dtype, CHECK and tile + 1 == TILES)
-            s1, dp1 = _scores(q1, do1, k, v)
-            if tile > 0:
-                acc = multiply_wait(2, deps=[acc])
-                mbarrier.arrive(used.index(0), count=1)
-            mbarrier.wait(used.index(0), turn & 1 ^ 1)
-            p_tiles.index(FIRST).store(p)
-            ds_tiles.index(FIRST).store(ds)
-            ds0 = gl.convert_layout(ds, operand, assert_trivial=True)
-            dq0 = multiply(ds0, k, dq0, is_async=True)
-            if tile > 0:
-                grad = acc if GROUP_OF == 0 else acc * scale
-                axis = 2 - GROUP_OF
-                _pass_out(grad, dqkv, [b, (tile - 1) * TILE, axis * H + h, 0], buffer)
-            s1, dp1 = multiply_wait(1, deps=[s1, dp1])
-            p, ds = _weights(s1, dp1, lse1, delta1, left, scale_log2, dtype, CHECK and tile + 1 == TILES)
-            p_tiles.index(FIRST + 1).store(p)
-            ds_tiles.index(FIRST + 1).store(ds)
-            fence()
-            mbarrier.arrive(made.index(0), count=1)
-            ds1 = gl.convert_layout(ds, operand, assert_trivial=True)
-            dq1 = multiply(ds1, k, dq1, is_async=True)
-            if tile + 1 < TILES:
-                mbarrier.wait(kv_full.index(tile + 1), phase)
-                k, v = _matrix(k_tiles.index(tile + 1)), _matrix(v_tiles.index(tile + 1))
-                s0, dp0 = _scores(q0, do0, k, v)
-            mbarrier.wait(made.index(0), turn & 1)
+        first = start // TILE
+        delta0 = _delta(do_tiles.index(first), ds_tiles.index(first), layout)
+        delta1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
+        rows = lse0, lse1, delta0, delta1
+        dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
+        dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
+        dq0, dq1 = _key_tile(
+            dq0, dq1, rows, dqkv, tiles, barriers, 0, head, H, T, phase, turn, scale, GROUP_OF,
+            False, True,
+        )  # fmt: skip
+        turn += 1
+        for tile in range(1, TILES):
+            dq0, dq1 = _key_tile(
+                dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, T, phase, turn, scale,
+                GROUP_OF, CHECK, False,
+            )  # fmt: skip
             turn += 1
-            for i in gl.static_range(4):
-                weights = p_tiles if GROUP_OF == 0 else ds_tiles
-                rows = do_tiles if GROUP_OF == 0 else q_tiles
-                acc = multiply(
-                    weights.index(i).permute((1, 0)), _matrix(rows.index(i)), acc, use_acc=i > 0,
-                    is_async=True,
-                )  # fmt: skip
-            dq0, dq1, _, _ = multiply_wait(6 if tile + 1 < TILES else 4, deps=[dq0, dq1, ds0, ds1])
-            mbarrier.arrive(kv_empty.index(tile), count=1)
-        acc = multiply_wait(0, deps=[acc])
+        mbarrier.wait(made.index(0), turn & 1 ^ 1)
+        acc = multiply_wait(0, deps=[_by_key(tiles, turn >> 30, GROUP_OF, layout)])
         mbarrier.arrive(used.index(0), count=1)
         mbarrier.arrive(q_empty.index(0), count=1)
-        grad = acc if GROUP_OF == 0 else acc * scale
-        axis = 2 - GROUP_OF
-        _pass_out(grad, dqkv, [b, (TILES - 1) * TILE, axis * H + h, 0], buffer)
-        _pass_out(dq0 * scale, dqkv, [b, start, h, 0], buffer)
-        _pass_out(dq1 * scale, dqkv, [b, start + TILE, h, 0], buffer)
+        _store_grad(acc, dqkv, head, H, TILES - 1, scale, buffer, GROUP_OF)
+        _pass_out(dq0 * scale, dqkv, [head // H, start, head % H, 0], buffer)
+        _pass_out(dq1 * scale, dqkv, [head // H, start + TILE, head % H, 0], buffer)
         phase ^= 1
     store_wait(0)
 
 
-@gluon.jit
-def _squares(dtype: gl.constexpr):
-    """Shared memory for a tile of keys beside all queries."""
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
-    return gl.allocate_shared_memory(dtype, [4, TILE, TILE], shared)
-
-
 @gluon.jit(**ANY_BATCH)
 def _attention_bwd_pingpong_kernel(
-    dqkv, out_ptr, lse_ptr, qkv, dout, num_heads, H, T, D, scale, TILES: gl.constexpr,
-    CHECK: gl.constexpr,
+    dqkv, lse_ptr, qkv, out, dout, num_heads, H, T, scale, TILES: gl.constexpr, CHECK: gl.constexpr,
 ):  # fmt: skip
     sizes = num_heads, H, T
     tiles = (
         _tiles(qkv, 4), _tiles(qkv, 4), _tiles(qkv, TILES), _tiles(qkv, TILES),
-        _squares(qkv.dtype), _squares(qkv.dtype), _tiles(qkv, 2),
+        _tiles(qkv, 4), _tiles(qkv, 4), _tiles(qkv, 2),
     )  # fmt: skip
     barriers = (
         _barriers(1, 1), _barriers(1, 2), _barriers(TILES, 1), _barriers(TILES, 2),
@@ -232,12 +253,12 @@ def _attention_bwd_pingpong_kernel(
     gl.warp_specialize(
         [
             (_grads, (
-                dqkv, out_ptr, lse_ptr, tiles, barriers, sizes, D, scale, TILES, CHECK, 0,
+                dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES, CHECK, 0,
             )),
             (_grads, (
-                dqkv, out_ptr, lse_ptr, tiles, barriers, sizes, D, scale, TILES, CHECK, 1,
+                dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES, CHECK, 1,
             )),
-            (_load, (qkv, dout, tiles, barriers, sizes, TILES)),
+            (_load, (qkv, out, dout, tiles, barriers, sizes, TILES)),
         ],
         [4, 1],
         REGISTERS,
@@ -255,7 +276,7 @@ def bwd_pingpong(
     """
     B, T, H, D = shape
     launch = bind_launch(
-        _attention_bwd_pingpong_kernel, (min(B * H, num_sms),), B * H, H, T, D, scale,
+        _attention_bwd_pingpong_kernel, (min(B * H, num_sms),), B * H, H, T, scale,
         TILES=-(-T // TILE.value), CHECK=T % TILE.value > 0, num_warps=4,
     )  # fmt: skip
     block = (1, TILE.value, 1, triton.next_power_of_2(D))
@@ -263,8 +284,10 @@ def bwd_pingpong(
 
     def run(dqkv: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> None:
         launch(
-            tensor_map(dqkv, packed, (T * 3 * H * D, 3 * H * D, D, 1), block), out, lse,
-            tensor_map(qkv, packed, strides, block), tensor_map(dout, shape, strides_dout, block),
+            tensor_map(dqkv, packed, (T * 3 * H * D, 3 * H * D, D, 1), block), lse,
+            tensor_map(qkv, packed, strides, block),
+            tensor_map(out, shape, (T * H * D, H * D, D, 1), block),
+            tensor_map(dout, shape, strides_dout, block),
         )  # fmt: skip
 
     return run
