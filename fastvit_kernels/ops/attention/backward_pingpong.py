@@ -35,9 +35,11 @@ from ...runtime.gluon import (
     store_wait,
     tensor_map,
 )
-from ...runtime.triton import ANY_BATCH, bind_launch, triton
+from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl, triton
 from .pingpong import REGISTERS, TILE, _barriers, _matrix, _tiles
 from .tiles import LOG2_E, padded
+
+NAN = constant(tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -82,12 +84,12 @@ def _scores(q, do, k, v):
 
 
 @gluon.jit
-def _weights(s, dp, lse, delta, left, scale_log2, dtype: gl.constexpr, CHECK: gl.constexpr):
+def _weights(s, dp, lse, delta, scale_log2, dtype: gl.constexpr, CHECK: gl.constexpr):
     """p and ds = p (dp - delta) of scores."""
-    p = gl.exp2(s * scale_log2 - lse[:, None])
-    if CHECK:  # keys past T have zeros for k, and p may be infinite
-        seen = gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout)) < left
-        p = gl.where(seen[None, :], p, 0.0)
+    x = s * scale_log2 - lse[:, None]
+    if CHECK:  # of keys past T, whose k and v are zeros, p need only be finite
+        x = gl.minimum(x, 0.0, propagate_nan=NAN)
+    p = gl.exp2(x)
     return p.to(dtype), (p * (dp - delta[:, None])).to(dtype)
 
 
@@ -129,17 +131,17 @@ def _by_key(tiles, none, GROUP_OF: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_grad(acc, dqkv, head, H, tile, scale, buffer, GROUP_OF: gl.constexpr):
+def _store_grad(acc, dqkv, head, H, tile, scale_log2, buffer, GROUP_OF: gl.constexpr):
     if GROUP_OF == 1:
-        acc *= scale
+        acc *= scale_log2 / LOG2_E
     at = [head // H, tile * TILE, (2 - GROUP_OF) * H + head % H, 0]
     _pass_out(acc, dqkv, at, buffer)
 
 
 @gluon.jit
 def _key_tile(
-    dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, T, phase, turn, scale,
-    GROUP_OF: gl.constexpr, CHECK: gl.constexpr, FIRST_KEYS: gl.constexpr,
+    dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, turn, scale_log2,
+    TILES: gl.constexpr, GROUP_OF: gl.constexpr, CHECK: gl.constexpr, FIRST_KEYS: gl.constexpr,
 ):  # fmt: skip
     """What a tile of keys adds to dq, and dv or dk of the tile before."""
     q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, buffers = tiles
@@ -150,10 +152,8 @@ def _key_tile(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     FIRST: gl.constexpr = 2 * GROUP_OF
     none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
-    left = T - tile * TILE
-    scale_log2 = scale * LOG2_E
     k, v = _matrix(k_tiles.index(tile)), _matrix(v_tiles.index(tile))
-    mbarrier.wait(kv_full.index(tile), phase)
+    mbarrier.wait(kv_full.index(tile), turn // TILES & 1)
     q = _matrix(q_tiles.index(FIRST + none))
     s0, dp0 = _scores(q, _matrix(do_tiles.index(FIRST + none)), k, v)
     if FIRST_KEYS:
@@ -162,7 +162,7 @@ def _key_tile(
         mbarrier.wait(made.index(0), turn & 1 ^ 1)
         acc = _by_key(tiles, none, GROUP_OF, layout)
         s0, dp0 = multiply_wait(4, deps=[s0, dp0])
-    p, ds = _weights(s0, dp0, lse0, delta0, left, scale_log2, dtype, CHECK)
+    p, ds = _weights(s0, dp0, lse0, delta0, scale_log2, dtype, CHECK)
     if not FIRST_KEYS:
         acc = multiply_wait(0, deps=[acc])
         mbarrier.arrive(used.index(0), count=1)
@@ -170,27 +170,27 @@ def _key_tile(
     _matrix(p_tiles.index(FIRST + none)).store(p)
     _matrix(ds_tiles.index(FIRST + none)).store(ds)
     ds0 = gl.convert_layout(ds, operand, assert_trivial=True)
-    dq0 = multiply(ds0, k, dq0, is_async=True)
     if not FIRST_KEYS:
-        _store_grad(acc, dqkv, head, H, tile - 1, scale, buffers.index(GROUP_OF), GROUP_OF)
+        _store_grad(acc, dqkv, head, H, tile - 1, scale_log2, buffers.index(GROUP_OF), GROUP_OF)
     q = _matrix(q_tiles.index(FIRST + 1 + none))
     s1, dp1 = _scores(q, _matrix(do_tiles.index(FIRST + 1 + none)), k, v)
-    s1, dp1, dq0, _ = multiply_wait(0, deps=[s1, dp1, dq0, ds0])
-    p, ds = _weights(s1, dp1, lse1, delta1, left, scale_log2, dtype, CHECK)
+    dq0 = multiply(ds0, k, dq0, use_acc=not FIRST_KEYS, is_async=True)
+    s1, dp1 = multiply_wait(1, deps=[s1, dp1])
+    p, ds = _weights(s1, dp1, lse1, delta1, scale_log2, dtype, CHECK)
     _matrix(p_tiles.index(FIRST + 1 + none)).store(p)
     _matrix(ds_tiles.index(FIRST + 1 + none)).store(ds)
     fence()
     mbarrier.arrive(made.index(0), count=1)
     ds1 = gl.convert_layout(ds, operand, assert_trivial=True)
-    dq1 = multiply(ds1, k, dq1, is_async=True)
-    dq1, _ = multiply_wait(0, deps=[dq1, ds1])
+    dq1 = multiply(ds1, k, dq1, use_acc=not FIRST_KEYS, is_async=True)
+    dq0, dq1, _, _ = multiply_wait(0, deps=[dq0, dq1, ds0, ds1])
     mbarrier.arrive(kv_empty.index(tile), count=1)
     return dq0, dq1
 
 
 @gluon.jit
 def _grads(
-    dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES: gl.constexpr,
+    dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES: gl.constexpr,
     CHECK: gl.constexpr, GROUP_OF: gl.constexpr,
 ):  # fmt: skip
     """The group's part of each head of the program."""
@@ -201,27 +201,26 @@ def _grads(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     FIRST: gl.constexpr = 2 * GROUP_OF  # of the group's tiles of queries
     buffer = buffers.index(GROUP_OF)
-    phase = 0
     turn = 0  # tiles of keys that have passed
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
-        start = FIRST * TILE + (turn >> 30)
+        start = FIRST * TILE
         lse0 = _load_lse(lse_ptr, head, T, start, gl.SliceLayout(1, layout))
         lse1 = _load_lse(lse_ptr, head, T, start + TILE, gl.SliceLayout(1, layout))
-        mbarrier.wait(q_full.index(0), phase)
-        first = start // TILE
+        mbarrier.wait(q_full.index(0), turn // TILES & 1)
+        first = FIRST
         delta0 = _delta(do_tiles.index(first), ds_tiles.index(first), layout)
         delta1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
         rows = lse0, lse1, delta0, delta1
         dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq0, dq1 = _key_tile(
-            dq0, dq1, rows, dqkv, tiles, barriers, 0, head, H, T, phase, turn, scale, GROUP_OF,
-            False, True,
+            dq0, dq1, rows, dqkv, tiles, barriers, 0, head, H, turn, scale_log2, TILES,
+            GROUP_OF, False, True,
         )  # fmt: skip
         turn += 1
         for tile in range(1, TILES):
             dq0, dq1 = _key_tile(
-                dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, T, phase, turn, scale,
+                dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, turn, scale_log2, TILES,
                 GROUP_OF, CHECK, False,
             )  # fmt: skip
             turn += 1
@@ -229,10 +228,10 @@ def _grads(
         acc = multiply_wait(0, deps=[_by_key(tiles, turn >> 30, GROUP_OF, layout)])
         mbarrier.arrive(used.index(0), count=1)
         mbarrier.arrive(q_empty.index(0), count=1)
-        _store_grad(acc, dqkv, head, H, TILES - 1, scale, buffer, GROUP_OF)
+        _store_grad(acc, dqkv, head, H, TILES - 1, scale_log2, buffer, GROUP_OF)
+        scale = scale_log2 / LOG2_E
         _pass_out(dq0 * scale, dqkv, [head // H, start, head % H, 0], buffer)
         _pass_out(dq1 * scale, dqkv, [head // H, start + TILE, head % H, 0], buffer)
-        phase ^= 1
     store_wait(0)
 
 
@@ -249,14 +248,15 @@ def _attention_bwd_pingpong_kernel(
         _barriers(1, 1), _barriers(1, 2), _barriers(TILES, 1), _barriers(TILES, 2),
         _barriers(1, 2), _barriers(1, 2),
     )  # fmt: skip
+    scale_log2 = scale * LOG2_E
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
             (_grads, (
-                dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES, CHECK, 0,
+                dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 0,
             )),
             (_grads, (
-                dqkv, lse_ptr, tiles, barriers, sizes, scale, TILES, CHECK, 1,
+                dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 1,
             )),
             (_load, (qkv, out, dout, tiles, barriers, sizes, TILES)),
         ],
