@@ -111,9 +111,10 @@ def _load_lse(lse_ptr, head, T, start, rows: gl.constexpr):
 
 @gluon.jit
 def _delta(do_tile, out_tile, layout: gl.constexpr):
-    """rowsum(out * dout)."""
-    do, out = _matrix(do_tile).load(layout), _matrix(out_tile).load(layout)
-    return gl.sum(out.to(gl.float32) * do.to(gl.float32), axis=1)
+    """rowsum(out * dout), and dout."""
+    do = _matrix(do_tile).load(layout).to(gl.float32)
+    out = _matrix(out_tile).load(layout).to(gl.float32)
+    return gl.sum(out * do, axis=1), do
 
 
 @gluon.jit
@@ -152,7 +153,7 @@ def _key_tile(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     FIRST: gl.constexpr = 2 * GROUP_OF
     none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
-    k, v = _matrix(k_tiles.index(tile)), _matrix(v_tiles.index(tile))
+    k, v = _matrix(k_tiles.index(tile + none)), _matrix(v_tiles.index(tile + none))
     mbarrier.wait(kv_full.index(tile), turn // TILES & 1)
     q = _matrix(q_tiles.index(FIRST + none))
     s0, dp0 = _scores(q, _matrix(do_tiles.index(FIRST + none)), k, v)
@@ -189,8 +190,25 @@ def _key_tile(
 
 
 @gluon.jit
+def _column_sums(x):
+    """(4, D): each warp's."""
+    return gl.sum(gl.reshape(x, (4, TILE // 4, x.shape[1])), axis=1)
+
+
+@gluon.jit
+def _store_sums(sums, partial_ptr, head, H, none, axis: gl.constexpr, GROUP_OF: gl.constexpr):
+    """A part of the bias gradient of q, k or v, one row for each warp of a sample."""
+    D: gl.constexpr = sums.shape[1]
+    layout: gl.constexpr = sums.type.layout
+    rows = (head // H * 8 + GROUP_OF * 4) * 3 + axis + gl.arange(0, 4, gl.SliceLayout(1, layout)) * 3
+    offs = rows.to(gl.int64) * (H * D) + head % H * D
+    offs_d = none + gl.arange(0, D, gl.SliceLayout(0, layout))
+    gl.store(partial_ptr + (offs[:, None] + offs_d[None, :]), sums)
+
+
+@gluon.jit
 def _grads(
-    dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES: gl.constexpr,
+    dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES: gl.constexpr,
     CHECK: gl.constexpr, GROUP_OF: gl.constexpr,
 ):  # fmt: skip
     """The group's part of each head of the program."""
@@ -203,13 +221,16 @@ def _grads(
     buffer = buffers.index(GROUP_OF)
     turn = 0  # tiles of keys that have passed
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
-        start = FIRST * TILE
+        start = FIRST * TILE + (turn >> 30)
         lse0 = _load_lse(lse_ptr, head, T, start, gl.SliceLayout(1, layout))
         lse1 = _load_lse(lse_ptr, head, T, start + TILE, gl.SliceLayout(1, layout))
         mbarrier.wait(q_full.index(0), turn // TILES & 1)
-        first = FIRST
-        delta0 = _delta(do_tiles.index(first), ds_tiles.index(first), layout)
-        delta1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
+        first = start // TILE
+        delta0, do0 = _delta(do_tiles.index(first), ds_tiles.index(first), layout)
+        delta1, do1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
+        if partial_ptr is not None:  # of v's bias the gradient is dout's sum: tiles.store_do_sum
+            nan = (delta0 + delta1) * 0.0  # or 0: where out is not finite, nor is lse
+            _store_sums(_column_sums(do0 + do1 + nan[:, None]), partial_ptr, head, H, turn >> 30, 2, GROUP_OF)
         rows = lse0, lse1, delta0, delta1
         dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
@@ -230,6 +251,10 @@ def _grads(
         mbarrier.arrive(q_empty.index(0), count=1)
         _store_grad(acc, dqkv, head, H, TILES - 1, scale_log2, buffer, GROUP_OF)
         scale = scale_log2 / LOG2_E
+        if partial_ptr is not None:
+            sums = _column_sums(dq0 + dq1) * scale
+            _store_sums(sums, partial_ptr, head, H, turn >> 30, 0, GROUP_OF)
+            _store_sums(sums * 0.0, partial_ptr, head, H, turn >> 30, 1, GROUP_OF)
         _pass_out(dq0 * scale, dqkv, [head // H, start, head % H, 0], buffer)
         _pass_out(dq1 * scale, dqkv, [head // H, start + TILE, head % H, 0], buffer)
     store_wait(0)
@@ -237,7 +262,8 @@ def _grads(
 
 @gluon.jit(**ANY_BATCH)
 def _attention_bwd_pingpong_kernel(
-    dqkv, lse_ptr, qkv, out, dout, num_heads, H, T, scale, TILES: gl.constexpr, CHECK: gl.constexpr,
+    dqkv, partial_ptr, lse_ptr, qkv, out, dout, num_heads, H, T, scale, TILES: gl.constexpr,
+    CHECK: gl.constexpr,
 ):  # fmt: skip
     sizes = num_heads, H, T
     tiles = (
@@ -253,10 +279,10 @@ def _attention_bwd_pingpong_kernel(
     gl.warp_specialize(
         [
             (_grads, (
-                dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 0,
+                dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 0,
             )),
             (_grads, (
-                dqkv, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 1,
+                dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 1,
             )),
             (_load, (qkv, out, dout, tiles, barriers, sizes, TILES)),
         ],
@@ -282,9 +308,11 @@ def bwd_pingpong(
     block = (1, TILE.value, 1, triton.next_power_of_2(D))
     packed = B, T, 3 * H, D
 
-    def run(dqkv: Tensor, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor) -> None:
+    def run(
+        dqkv: Tensor, dbias: Tensor | None, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
+    ) -> None:
         launch(
-            tensor_map(dqkv, packed, (T * 3 * H * D, 3 * H * D, D, 1), block), lse,
+            tensor_map(dqkv, packed, (T * 3 * H * D, 3 * H * D, D, 1), block), dbias, lse,
             tensor_map(qkv, packed, strides, block),
             tensor_map(out, shape, (T * H * D, H * D, D, 1), block),
             tensor_map(dout, shape, strides_dout, block),
