@@ -124,10 +124,10 @@ def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
     return _regions(code, ptx, frozenset(range(len(ptx.blocks))))
 
 
-def _regions(code: Sequence[Instruction], ptx: Ptx, blocks: frozenset[int]) -> list[Region]:
-    found, ranges = loops(list(code)), [loop for loop in ptx.loops if loop.head in blocks]
+def _regions(code: Sequence[Instruction], ptx: Ptx, whole: frozenset[int]) -> list[Region]:
+    found, ranges = loops(list(code)), [loop for loop in ptx.loops if loop.head in whole]
     if len(found) != len(ranges):
-        return [Region(count(code), tuple(sorted(blocks)), bool(ranges))]
+        return [Region(count(code), tuple(sorted(whole)), bool(ranges))]
     inner: list[Region] = []
     taken: set[int] = set()
     addresses: set[int] = set()
@@ -138,7 +138,7 @@ def _regions(code: Sequence[Instruction], ptx: Ptx, blocks: frozenset[int]) -> l
         addresses |= {one.address for one in loop.own}
         inner.append(Region(count(loop.own), blocks, True))
     rest = [one for one in code if one.address not in addresses]
-    outside = tuple(b for b in sorted(blocks) if b not in taken)
+    outside = tuple(b for b in sorted(whole) if b not in taken)
     return [Region(count(rest), outside, False), *inner]
 
 
