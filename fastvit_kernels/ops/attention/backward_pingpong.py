@@ -13,8 +13,8 @@ and is written once. One warp, `_load`, fetches all by TMA.
     q_empty, kv_empty[tile]   both groups have multiplied by them
     made, used                p and ds of a tile of keys: both groups' are there, have been read
 
-Sums are in order: nothing is atomic. Of packed (B, T, 3, H, D), without mask and dropout; D up to
-64. lse is the forward's. Gluon has no interpreter: tests/machine/device runs the PTX.
+Sums are in order: nothing is atomic. Of packed (B, T, 3, H, 64), without mask and dropout. What the
+bias gradient of the projection sums (tiles.store_dq_sum) each warp leaves in a row of its own. Gluon has no interpreter: tests/machine/device runs the PTX.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ from ...runtime.gluon import (
     mbarrier,
     multiply,
     multiply_wait,
-    put,
     store_wait,
-    tensor_map,
 )
-from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl, triton
-from .pingpong import REGISTERS, TILE, _barriers, _matrix, _tiles
+from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl
+from .pingpong import REGISTERS, TILE, _barriers, _matrix, _pass_out, _tiles, heads_map
 from .tiles import LOG2_E, padded
 
 NAN = constant(tl.PropagateNan.ALL)
@@ -56,7 +54,7 @@ def _load(qkv, out, dout, tiles, barriers, sizes, TILES: gl.constexpr):
     """Fetch what each head reads as soon as the head before has read its own."""
     q_tiles, do_tiles, k_tiles, v_tiles, _, ds_tiles, _ = tiles
     q_full, q_empty, kv_full, kv_empty, _, _ = barriers
-    num_heads, H, T = sizes
+    num_heads, H, _ = sizes
     phase = 0
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
         b, h = head // H, head % H
@@ -91,14 +89,6 @@ def _weights(s, dp, lse, delta, scale_log2, dtype: gl.constexpr, CHECK: gl.const
         x = gl.minimum(x, 0.0, propagate_nan=NAN)
     p = gl.exp2(x)
     return p.to(dtype), (p * (dp - delta[:, None])).to(dtype)
-
-
-@gluon.jit
-def _pass_out(x, out, at, buffer):
-    store_wait(0)  # the buffer's last tile has been read
-    _matrix(buffer).store(x.to(out.dtype))
-    fence()
-    put(out, at, buffer)
 
 
 @gluon.jit
@@ -200,8 +190,8 @@ def _store_sums(sums, partial_ptr, head, H, none, axis: gl.constexpr, GROUP_OF: 
     """A part of the bias gradient of q, k or v, one row for each warp of a sample."""
     D: gl.constexpr = sums.shape[1]
     layout: gl.constexpr = sums.type.layout
-    rows = (head // H * 8 + GROUP_OF * 4) * 3 + axis + gl.arange(0, 4, gl.SliceLayout(1, layout)) * 3
-    offs = rows.to(gl.int64) * (H * D) + head % H * D
+    warp = head // H * 8 + GROUP_OF * 4 + gl.arange(0, 4, gl.SliceLayout(1, layout))
+    offs = (warp * 3 + axis).to(gl.int64) * (H * D) + head % H * D
     offs_d = none + gl.arange(0, D, gl.SliceLayout(0, layout))
     gl.store(partial_ptr + (offs[:, None] + offs_d[None, :]), sums)
 
@@ -230,7 +220,8 @@ def _grads(
         delta1, do1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
         if partial_ptr is not None:  # of v's bias the gradient is dout's sum: tiles.store_do_sum
             nan = (delta0 + delta1) * 0.0  # or 0: where out is not finite, nor is lse
-            _store_sums(_column_sums(do0 + do1 + nan[:, None]), partial_ptr, head, H, turn >> 30, 2, GROUP_OF)
+            sums = _column_sums(do0 + do1 + nan[:, None])
+            _store_sums(sums, partial_ptr, head, H, turn >> 30, 2, GROUP_OF)
         rows = lse0, lse1, delta0, delta1
         dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
@@ -291,31 +282,25 @@ def _attention_bwd_pingpong_kernel(
     )  # fmt: skip
 
 
-def bwd_pingpong(
-    shape: tuple[int, ...], strides: tuple[int, ...], strides_dout: tuple[int, ...], scale: float,
-    num_sms: int,
-) -> Callable[..., None]:  # fmt: skip
-    """The launch of the backward, called with dqkv, dout, qkv, out and lse, lse padded.
+def bwd_pingpong(shape: tuple[int, ...], scale: float, num_sms: int) -> Callable[..., None]:
+    """The launch of the backward, called with dqkv, dbias (8 B, 3 H D) fp32 or None, dout, packed
+    qkv, out, all contiguous, and lse in padded rows.
 
     Args:
-        shape, strides: of q, (B, T, H, D); dqkv is contiguous.
+        shape: of out, (B, T, H, D).
     """
     B, T, H, D = shape
     launch = bind_launch(
         _attention_bwd_pingpong_kernel, (min(B * H, num_sms),), B * H, H, T, scale,
         TILES=-(-T // TILE.value), CHECK=T % TILE.value > 0, num_warps=4,
     )  # fmt: skip
-    block = (1, TILE.value, 1, triton.next_power_of_2(D))
-    packed = B, T, 3 * H, D
 
     def run(
         dqkv: Tensor, dbias: Tensor | None, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         launch(
-            tensor_map(dqkv, packed, (T * 3 * H * D, 3 * H * D, D, 1), block), dbias, lse,
-            tensor_map(qkv, packed, strides, block),
-            tensor_map(out, shape, (T * H * D, H * D, D, 1), block),
-            tensor_map(dout, shape, strides_dout, block),
+            heads_map(dqkv, B, T, 3 * H, D), dbias, lse, heads_map(qkv, B, T, 3 * H, D),
+            heads_map(out, B, T, H, D), heads_map(dout, B, T, H, D),
         )  # fmt: skip
 
     return run

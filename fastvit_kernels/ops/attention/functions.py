@@ -88,9 +88,10 @@ def attention_bwd(
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
     if qkv.numel():
+        qkv = readable(qkv)
         launch_bwd(
-            dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None,
-            seed, scale, dropout_p, False,
+            dqkv.unbind(2), readable(dout), qkv.unbind(2), out.contiguous(), lse, None, seed, scale,
+            dropout_p, False, packed=(dqkv, qkv),
         )  # fmt: skip
     return dqkv
 

@@ -22,6 +22,7 @@ Gluon has no interpreter: tests/machine/device runs the PTX.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +51,15 @@ RESIDENT = 4  # tiles of keys whose scores fit in registers; beyond, 16 keys
 def _matrix(tile):
     """(TILE, D) of a tile as TMA has it, (1, TILE, 1, D)."""
     return tile.reshape((tile.shape[1], tile.shape[3]))
+
+
+@gluon.jit
+def _pass_out(x, out, at, buffer):
+    """A tile to global memory, through the buffer."""
+    store_wait(0)  # its last tile has been read
+    _matrix(buffer).store(x.to(out.dtype))
+    fence()
+    put(out, at, buffer)
 
 
 @gluon.jit
@@ -121,11 +131,9 @@ def _chunk(
     """
     D: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of acc
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    WIDE: gl.constexpr = TILE if TILES > 1 else TAIL
     slot, phase = step % STAGES, step // STAGES & 1
-    layout_wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    layout_wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     layout_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
 
     mbarrier.wait(turns.index(GROUP_OF), turn & 1 ^ 1 ^ GROUP_OF)
@@ -140,6 +148,7 @@ def _chunk(
             k = k.slice(0, TAIL, 0)
         pending += (multiply(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True),)
     scores = ()
+    top, total, former = None, None, None
     for i in gl.static_range(TILES):
         s = multiply_wait(TILES - 1 - i, deps=[pending[i]])
         if i == TILES - 1:
@@ -234,10 +243,7 @@ def _attend(
         lse_row = lse_ptr + head.to(gl.int64) * padded(T)
         gl.store(lse_row + offs_q, lse, mask=offs_q < padded(T))
         acc *= (1.0 / row_sum)[:, None]
-        store_wait(0)  # the buffer's last tile has been read
-        _matrix(buffer).store(acc.to(out.dtype))
-        fence()
-        put(out, [head // H, start_q, head % H, 0], buffer)
+        _pass_out(acc, out, [head // H, start_q, head % H, 0], buffer)
     store_wait(0)
 
 
@@ -291,13 +297,19 @@ def _attention_fwd_pingpong_kernel(
     )  # fmt: skip
 
 
+def heads_map(x: Tensor, B: int, T: int, H: int, D: int) -> Any:
+    """Of contiguous (B, T, H, D): tiles of one head, as wide as a power of two."""
+    block = (1, TILE.value, 1, triton.next_power_of_2(D))
+    return tensor_map(x, (B, T, H, D), (T * H * D, H * D, D, 1), block)
+
+
 def fwd_pingpong(
-    shape: tuple[int, ...], strides: tuple[int, ...], scale: float, num_sms: int
+    shape: tuple[int, ...], scale: float, num_sms: int
 ) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """The launch of the forward of packed (B, T, 3, H, D), called with out, lse and that.
+    """The launch of the forward, called with out, lse in padded rows, and packed qkv.
 
     Args:
-        shape, strides: of q, (B, T, H, D).
+        shape: of out, (B, T, H, D); both are contiguous.
     """
     B, T, H, D = shape
     tiles, rest = -(-T // TILE.value), (T - 1) % TILE.value + 1
@@ -306,7 +318,6 @@ def fwd_pingpong(
     resident = tiles <= most or (tiles == RESIDENT + 1 and tail == 16 and D <= 64)
     chunk = tiles if resident else 2
     items = B * H * (1 if resident else -(-tiles // 2))
-    block = (1, TILE.value, 1, triton.next_power_of_2(D))
     launch = bind_launch(
         _attention_fwd_pingpong_kernel, (min(items, num_sms),), B * H, H, T, scale, CHUNK=chunk,
         LAST=(tiles - 1) % chunk + 1, TAIL=tail, CHECK=rest < tail, STAGES=2,
@@ -314,9 +325,6 @@ def fwd_pingpong(
     )  # fmt: skip
 
     def run(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
-        launch(
-            tensor_map(out, shape, (T * H * D, H * D, D, 1), block), lse,
-            tensor_map(qkv, (B, T, 3 * H, D), strides, block),
-        )  # fmt: skip
+        launch(heads_map(out, B, T, H, D), lse, heads_map(qkv, B, T, 3 * H, D))
 
     return run
