@@ -12,6 +12,8 @@
    Warps that are resident together hide each other's.
 4. Time. The units and the chain overlap, though never wholly: the 3-norm of their times, and
    LAUNCH for the launch. The largest is the bound.
+5. Groups of warps with roles run side by side: units take the sum of their work, and of chains
+   there is the longest.
 
 It leaves out bank conflicts, instruction latencies inside a block, and caches: it is there to rank
 configs of one kernel and to say where to look.
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .groups import Role, roles
+from .groups import Role, has_roles, roles
 from .ptx import Ptx
 from .sass import Counts, Instruction, Loop, count, loops
 
@@ -114,13 +116,13 @@ class Group(NamedTuple):
     regions: list[Region]
 
 
-def groups(code: Sequence[Instruction], ptx: Ptx) -> list[Group]:
-    """The groups of warps of a kernel that has roles."""
-    return [Group(role, _regions(role.code, role.ptx, role.blocks)) for role in roles(code, ptx)]
-
-
-def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
-    """Loops of SASS and PTX paired in order; one region where their numbers differ."""
+def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region] | list[Group]:
+    """Loops of SASS and PTX paired in order; one region where their numbers differ. Of a kernel
+    with roles those of each group of warps."""
+    if has_roles(ptx):
+        return [
+            Group(role, _regions(role.code, role.ptx, role.blocks)) for role in roles(code, ptx)
+        ]
     return _regions(code, ptx, frozenset(range(len(ptx.blocks))))
 
 
@@ -167,7 +169,7 @@ def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
     return min(pending) / max(groups, 1)
 
 
-def side_by_side(
+def _side_by_side(
     found: Sequence[Group], num_warps: int, arguments: Sequence[int | None], grid: Sequence[int],
     roof: Roof, num_stages: int, resident: int,
 ) -> Work:  # fmt: skip
@@ -177,8 +179,8 @@ def side_by_side(
     hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
     """
     each = [
-        work(regions, role.ptx, arguments, grid, roof, num_stages, resident,
-             thread=role.thread, num_warps=role.warps)
+        _work(regions, role.ptx, arguments, grid, roof, num_stages, resident, None, role.thread,
+              role.warps)
         for role, regions in found
     ]  # fmt: skip
     share = [role.warps / num_warps for role, _ in found]
@@ -191,19 +193,26 @@ def side_by_side(
 
 
 def work(
-    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
-    roof: Roof, num_stages: int, resident: int, trips: int | None = None, thread: int = 0,
-    num_warps: int | None = None,
+    parts: Sequence[Region] | Sequence[Group], ptx: Ptx, arguments: Sequence[int | None],
+    grid: Sequence[int], roof: Roof, num_stages: int, resident: int, trips: int | None = None,
 ) -> Work:  # fmt: skip
     """The work of a launch, averaged over PROGRAMS of its programs.
 
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
     kernel's regions is taken as often as PTX runs that class there. `trips` as for `executions`.
-
-    Args:
-        thread: whose branches are followed; num_warps: how many do as it does. All by default.
     """
-    num_warps = ptx.num_warps if num_warps is None else num_warps
+    found = [part for part in parts if isinstance(part, Group)]
+    if found:
+        return _side_by_side(found, ptx.num_warps, arguments, grid, roof, num_stages, resident)
+    own = [part for part in parts if isinstance(part, Region)]
+    return _work(own, ptx, arguments, grid, roof, num_stages, resident, trips, 0, ptx.num_warps)
+
+
+def _work(
+    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
+    roof: Roof, num_stages: int, resident: int, trips: int | None, thread: int, num_warps: int,
+) -> Work:  # fmt: skip
+    """Of `num_warps` warps, whose branches are this thread's."""
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid)
     sampled = sorted({int(i * 0.6180339887 % 1.0 * programs) for i in range(PROGRAMS)} | {0})

@@ -63,6 +63,7 @@ CONFIGS = [
     pytest.param(table, config, id=f"{table.name}-{'-'.join(map(str, config))}")
     for table in TABLES
     for config in table.configs
+    if getattr(config, "route", "") != "gluon"  # it has no interpreter: machine/device
 ]
 
 
