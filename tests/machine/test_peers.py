@@ -165,9 +165,9 @@ print(json.dumps(rates))
 
 
 def test_the_model_gives_the_published_rates_of_groups_side_by_side():
-    """On an H100: a persistent GEMM by warps with roles, before any epilogue (TLX,
-    facebookexperimental/triton #1038); FlashAttention-3 with warp specialisation, but no products under a
-    group's own softmax (arXiv:2407.08608, table 2)."""
+    """On an H100: a persistent GEMM by warps with roles, without an epilogue (TLX,
+    facebookexperimental/triton #1038); FlashAttention-3 with warp specialisation, but no products
+    under a group's own softmax (arXiv:2407.08608, table 2)."""
     published = {"products": 564, "attention": 582}
     assert _printed(TURNS_PROGRAM) == pytest.approx(published, rel=0.12)
 
