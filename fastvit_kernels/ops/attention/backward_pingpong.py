@@ -13,8 +13,8 @@ and is written once. One warp, `_load`, fetches all by TMA.
     q_empty, kv_empty[tile]   both groups have multiplied by them
     made, used                p and ds of a tile of keys: both groups' are there, have been read
 
-Sums are in order: nothing is atomic. Of packed (B, T, 3, H, 64), without mask and dropout. Each
-warp leaves a row of what the bias gradient of the projection sums: tiles.store_do_sum, store_dq_sum.
+Sums are in order: nothing is atomic. Of packed (B, T, 3, H, 64), without mask and dropout. What the
+bias gradient of the projection sums (tiles.store_do_sum, store_dq_sum) is a row for each warp.
 
 `turn >> 30` is 0, but depends on the loop: without it the compiler would keep the descriptors of
 all tiles in registers, and spill. Gluon has no interpreter: tests/machine/device runs the PTX.
@@ -37,7 +37,7 @@ from ...runtime.gluon import (
     store_wait,
 )
 from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl
-from .pingpong import REGISTERS, TILE, _barriers, _matrix, _pass_out, _tiles, heads_map
+from .forward_pingpong import REGISTERS, TILE, _barriers, _matrix, _pass_out, _tiles, heads_map
 from .tiles import LOG2_E, padded
 
 NAN = constant(tl.PropagateNan.ALL)

@@ -33,7 +33,8 @@ MANY_HEADS = 16
 
 class FwdConfig(NamedTuple):
     """The forward kernel: a program owns block_q queries and walks block_kv keys at a time. With
-    the library's route the rest says nothing.
+    another route the rest says nothing: the library's, or Hopper's own, of packed qkv
+    (forward_pingpong.py).
 
     `tail` is the smallest tile for the keys that full tiles leave over. Where it is as large as the
     tile there is no second copy of the code: all tiles check their keys.
@@ -45,7 +46,7 @@ class FwdConfig(NamedTuple):
     heads: int  # a program, one after the other
     num_warps: int
     num_stages: int
-    route: str = "triton"  # or "library", or "gluon": Hopper's own (pingpong.py), of packed qkv
+    route: str = "triton"  # or "library", "gluon"
 
 
 class SplitConfig(NamedTuple):
@@ -77,10 +78,10 @@ class OnePassConfig(NamedTuple):
 
 
 class BwdForm(NamedTuple):
-    """Which of the two forms of the backward runs, or the library's."""
+    """Which of the two forms of the backward runs, or the library's, or backward_pingpong.py."""
 
     one_pass: bool
-    route: str = "triton"  # or "library", or "gluon": Hopper's own (backward_pingpong.py)
+    route: str = "triton"  # or "library", "gluon"
 
 
 # Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and

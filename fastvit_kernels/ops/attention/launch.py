@@ -298,7 +298,7 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
     if not own and problem.is_by_library(config):
         return FwdCall(None, ())
     if config.route == "gluon" and of_qkv:
-        from .pingpong import fwd_pingpong
+        from .forward_pingpong import fwd_pingpong
 
         launch = fwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
         return FwdCall(launch, (), of_qkv=True)

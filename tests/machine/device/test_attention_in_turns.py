@@ -1,5 +1,5 @@
-"""Attention in Gluon (ops/attention/pingpong.py, backward_pingpong.py), whose groups of warps take
-turns. It runs here alone."""
+"""Attention in Gluon (forward_pingpong.py, backward_pingpong.py), whose groups of warps take turns.
+It runs here alone."""
 
 import pytest
 
