@@ -37,8 +37,11 @@ class RolePtx(Ptx):
         step = super()._step(at, op)
         if op.name not in ("mul.hi.s32", "mul.hi.u32"):  # of a division by a constant
             return step
-        read = [scalar._reader(source, 32, op.name.endswith("s32")) for source in op.operands[1:]]
-        return step._replace(value=scalar._applied(lambda a, b: a * b >> 32, *read))
+        signed = op.name.endswith("s32")
+        mask = -1 if signed else 2**32 - 1  # constants are written as if signed
+        read = [scalar._reader(source, 32, signed) for source in op.operands[1:]]
+        high = scalar._applied(lambda a, b: (a & mask) * (b & mask) >> 32, *read)
+        return step._replace(value=high)
 
 
 def has_roles(ptx: Ptx) -> bool:
@@ -125,8 +128,8 @@ def _of_sass(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 def _without_waits(block: list[Instruction]) -> list[Instruction]:
     """Without the second try of a wait, which stands behind the kernel, and that for registers."""
-    kinds = {one.kind for one in block}
-    if "SYNCS" in kinds and kinds <= {"SYNCS", "BRA", "NOP"} and len(block) <= 4:
+    again = sass._target(block[-1]) == block[0].address
+    if again and {one.kind for one in block} <= {"SYNCS", "BRA", "NOP"}:
         return []
     tries = any(one.name.startswith("USETMAXREG.TRY") for one in block)
     return [one for one in block if not (tries and one.kind == "BRA")]
