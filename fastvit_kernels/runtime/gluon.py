@@ -6,7 +6,12 @@ they changed again. `triton.has_gluon` says so once, and plain Triton runs.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .triton import tl as gl
@@ -34,7 +39,25 @@ else:
         fetch = hopper.tma.async_copy_global_to_shared
         put = hopper.tma.async_copy_shared_to_global
 
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
+
+
+def tensor_map(
+    x: Tensor, shape: Sequence[int], strides: Sequence[int], block: tuple[int, ...]
+) -> Any:
+    """How TMA passes blocks of a tensor that begins where x does, its last axis contiguous."""
+    made: Any = object.__new__(TensorDescriptor)  # its own checks ask a fake tensor for an address
+    made.base, made.shape, made.strides = x, list(shape), list(strides)
+    made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
+    return made
+
+
 __all__ = [
     "TensorDescriptor", "fence", "fetch", "gl", "gluon", "mbarrier", "multiply", "multiply_wait",
-    "put", "store_wait",
+    "put", "store_wait", "tensor_map",
 ]  # fmt: skip

@@ -15,10 +15,13 @@ from fastvit_kernels.ops.attention.configs import (
     DQ_TABLE,
     FWD_TABLE,
     ONE_PASS_TABLE,
+    PINGPONG_BWD,
+    PINGPONG_FWD,
     BwdForm,
 )
 from fastvit_kernels.ops.attention.functions import attention
 from fastvit_kernels.ops.attention.launch import Problem
+from fastvit_kernels.ops.attention.projected import qkv_attention
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention
 from fastvit_kernels.ops.attention.varlen import varlen_attention
 from fastvit_kernels.runtime.backend import gpu
@@ -89,6 +92,17 @@ def attention_configs() -> None:
                     out = attention(qkv)
                     if table is not FWD_TABLE:
                         backward(out)
+    for T, D in ((197, 64), (256, 64), (257, 64), (197, 128), (577, 128)):
+        x = torch.empty(256, T, D, dtype=torch.bfloat16, requires_grad=True)
+        weight, bias = (torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True)
+                        for more in ((D,), ()))  # fmt: skip
+        qkv = torch.empty(256, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
+        key = Problem(here, x.dtype, (256, T, 12, D), T, "none", False, "ieee").key()
+        for table, config in ((FWD_TABLE, PINGPONG_FWD), (BWD_TABLE, PINGPONG_BWD)):
+            if table.fits(here, config, *key):
+                with forced(table.name, config):
+                    backward(attention(qkv))
+                    backward(qkv_attention(x, weight, bias, num_heads=12))
 
 
 def one_image() -> None:

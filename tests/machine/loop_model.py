@@ -12,6 +12,8 @@
    Warps that are resident together hide each other's.
 4. Time. The units and the chain overlap, though never wholly: the 3-norm of their times, and
    LAUNCH for the launch. The largest is the bound.
+5. Groups of warps with roles run side by side: units take the sum of their work, and of chains
+   there is the longest.
 
 It leaves out bank conflicts, instruction latencies inside a block, and caches: it is there to rank
 configs of one kernel and to say where to look.
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .groups import Role, has_roles, roles
 from .ptx import Ptx
 from .sass import Counts, Instruction, Loop, count, loops
 
@@ -106,11 +109,27 @@ class Region(NamedTuple):
     is_loop: bool
 
 
-def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
-    """Loops of SASS and PTX paired in order; one region where their numbers differ."""
-    found, ranges = loops(list(code)), ptx.loops
+class Group(NamedTuple):
+    """A group of warps with a role of its own (groups.py), and its regions."""
+
+    role: Role
+    regions: list[Region]
+
+
+def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region] | list[Group]:
+    """Loops of SASS and PTX paired in order; one region where their numbers differ. Of a kernel
+    with roles those of each group of warps."""
+    if has_roles(ptx):
+        return [
+            Group(role, _regions(role.code, role.ptx, role.blocks)) for role in roles(code, ptx)
+        ]
+    return _regions(code, ptx, frozenset(range(len(ptx.blocks))))
+
+
+def _regions(code: Sequence[Instruction], ptx: Ptx, whole: frozenset[int]) -> list[Region]:
+    found, ranges = loops(list(code)), [loop for loop in ptx.loops if loop.head in whole]
     if len(found) != len(ranges):
-        return [Region(count(code), tuple(range(len(ptx.blocks))), bool(ranges))]
+        return [Region(count(code), tuple(sorted(whole)), bool(ranges))]
     inner: list[Region] = []
     taken: set[int] = set()
     addresses: set[int] = set()
@@ -121,7 +140,7 @@ def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
         addresses |= {one.address for one in loop.own}
         inner.append(Region(count(loop.own), blocks, True))
     rest = [one for one in code if one.address not in addresses]
-    outside = tuple(b for b in range(len(ptx.blocks)) if b not in taken)
+    outside = tuple(b for b in sorted(whole) if b not in taken)
     return [Region(count(rest), outside, False), *inner]
 
 
@@ -150,15 +169,50 @@ def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
     return min(pending) / max(groups, 1)
 
 
+def _side_by_side(
+    found: Sequence[Group], num_warps: int, arguments: Sequence[int | None], grid: Sequence[int],
+    roof: Roof, num_stages: int, resident: int,
+) -> Work:  # fmt: skip
+    """The work of a launch whose groups of warps run side by side, as of an average warp.
+
+    Units have the work of all groups. The chain is that of the longest that multiplies: the others
+    hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
+    """
+    each = [
+        _work(regions, role.ptx, arguments, grid, roof, num_stages, resident, None, role.thread,
+              role.warps)
+        for role, regions in found
+    ]  # fmt: skip
+    share = [role.warps / num_warps for role, _ in found]
+    return Work(
+        {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
+        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.multiplies),
+        sum(w.multiply_adds for w in each), sum(w.bytes_moved for w in each),
+        any(w.guessed for w in each),
+    )  # fmt: skip
+
+
 def work(
-    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
-    roof: Roof, num_stages: int, resident: int, trips: int | None = None,
+    parts: Sequence[Region] | Sequence[Group], ptx: Ptx, arguments: Sequence[int | None],
+    grid: Sequence[int], roof: Roof, num_stages: int, resident: int, trips: int | None = None,
 ) -> Work:  # fmt: skip
     """The work of a launch, averaged over PROGRAMS of its programs.
 
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
     kernel's regions is taken as often as PTX runs that class there. `trips` as for `executions`.
     """
+    found = [part for part in parts if isinstance(part, Group)]
+    if found:
+        return _side_by_side(found, ptx.num_warps, arguments, grid, roof, num_stages, resident)
+    own = [part for part in parts if isinstance(part, Region)]
+    return _work(own, ptx, arguments, grid, roof, num_stages, resident, trips, 0, ptx.num_warps)
+
+
+def _work(
+    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
+    roof: Roof, num_stages: int, resident: int, trips: int | None, thread: int, num_warps: int,
+) -> Work:  # fmt: skip
+    """Of `num_warps` warps, whose branches are this thread's."""
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid)
     sampled = sorted({int(i * 0.6180339887 % 1.0 * programs) for i in range(PROGRAMS)} | {0})
@@ -166,14 +220,14 @@ def work(
     guessed = False
     for i in sampled:
         program = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
-        run = ptx.executions(arguments, program, grid, trips=trips)
+        run = ptx.executions(arguments, program, grid, thread, trips)
         runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
         copied += 32 * run.copied / len(sampled)
         guessed |= run.guessed
     blocks = ptx.work
     cycles: dict[str, float] = dict.fromkeys(UNITS, 0.0)
     chain = float(START)
-    multiply_adds, bytes_moved = 0.0, ptx.num_warps * copied
+    multiply_adds, bytes_moved = 0.0, num_warps * copied
     for region in parts:
         fields = ("instructions", "special", "fp32", "integer", "shared_bytes", "barriers")
         static = {f: sum(getattr(blocks[b][0], f) for b in region.blocks) for f in fields}
@@ -200,8 +254,8 @@ def work(
             hgmma += runs[b] * counts.hgmma
             each = sum(M * N * K * n / (4 if kind == "HGMMA" else 1)
                        for kind, M, N, K, n in counts.products)  # fmt: skip
-            multiply_adds += runs[b] * ptx.num_warps * each
-            bytes_moved += runs[b] * (ptx.num_warps * (moved.loaded + moved.stored) + moved.bulk)
+            multiply_adds += runs[b] * num_warps * each
+            bytes_moved += runs[b] * (num_warps * (moved.loaded + moved.stored) + moved.bulk)
             loads += runs[b] * bool(moved.loaded and region.is_loop)
         waits = _scale(region.counts.waits * hgmma, region.counts.hgmma, 0.0)
         busiest = max(n if unit != "tensor" else n - waited for unit, n in own.items())

@@ -156,10 +156,15 @@ def test_useful_products_are_those_of_the_mathematics():
     assert {k: useful_products(k, attention) for k in products} == {
         kernel: n * one for kernel, n in products.items()
     }
+    in_turns = {"lse_ptr": ((2, 3, 5), "fp32"), "T": 5, "out": SimpleNamespace(shape=[2, 5, 3, 4])}
+    turns = {"attention_fwd_pingpong": 2, "attention_bwd_pingpong": 5}
+    assert {k: useful_products(k, in_turns) for k in turns} == {
+        kernel: n * 2 * 3 * 5 * 5 * 4 for kernel, n in turns.items()
+    }
     product = {"M": 3, "N": 5, "K": 7, "F": 11}
     assert useful_products("linear_fwd", product) == 3 * 5 * 7
     assert useful_products("mlp_bwd_hidden", product) == 3 * 11 * 5
-    assert {*USEFUL} == {*products, "linear_fwd", "mlp_bwd_hidden"}
+    assert {*USEFUL} == {*products, *turns, "linear_fwd", "mlp_bwd_hidden"}
 
 
 # --- faults in code

@@ -16,18 +16,27 @@ from fastvit_kernels.ops.attention.configs import (
     DQ_TABLE,
     FWD_TABLE,
     ONE_PASS_TABLE,
+    PINGPONG_BWD,
+    PINGPONG_FWD,
     BwdForm,
 )
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
-from fastvit_kernels.ops.attention.launch import Problem, bwd_launch, fwd_call, fwd_launch
+from fastvit_kernels.ops.attention.launch import (
+    Layouts,
+    Problem,
+    bwd_call,
+    bwd_launch,
+    fwd_call,
+    fwd_launch,
+)
 from fastvit_kernels.ops.attention.tiling import query_parts
 from fastvit_kernels.runtime.backend import Gpu, gpu
 from fastvit_kernels.runtime.configs import ConfigTable, forced
-from fastvit_kernels.runtime.triton import VERSION
+from fastvit_kernels.runtime.triton import VERSION, has_gluon
 from tests.machine.gate import TABLE
 from tests.machine.table import read_table
 
-bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+bf16, fp16, fp32 = TYPES = torch.bfloat16, torch.float16, torch.float32
 TABLES = (FWD_TABLE, ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE)
 H100 = Gpu("sm_90", 132, 227 * 1024)
 A100 = Gpu("sm_80", 108, 163 * 1024)
@@ -63,6 +72,7 @@ CONFIGS = [
     pytest.param(table, config, id=f"{table.name}-{'-'.join(map(str, config))}")
     for table in TABLES
     for config in table.configs
+    if getattr(config, "route", "") != "gluon"  # it has no interpreter: machine/device
 ]
 
 
@@ -273,3 +283,34 @@ def test_few_heads_take_the_split_backward():
         problem = _problem(11, 197, heads, 64, bf16, H100)
         assert (bwd_launch(*problem).one_pass is not None) == one_pass
     assert bwd_launch(*_problem(1, 50, 12, 64, bf16, H100)).one_pass is not None
+
+
+def test_attention_in_turns_is_a_candidate_where_the_model_says_a_tenth_and_no_default():
+    if not has_gluon():
+        pytest.skip("triton is not installed, or has another Gluon")
+    for on, T, D, dtype in product((H100, A100), (50, 150, 197, 257, 577, 1025), (64, 128), TYPES):
+        key = _problem(256, T, 12, D, dtype, on).key()
+        here = on is H100 and dtype is not fp32
+        fwd = here and T > 64 and (D == 128 or T <= 577)
+        bwd = here and D == 64 and T in (150, 197)
+        assert (PINGPONG_FWD in FWD_TABLE.candidates(on, *key)) == fwd, (T, D, dtype)
+        assert (PINGPONG_BWD in BWD_TABLE.candidates(on, *key)) == bwd, (T, D, dtype)
+        assert "gluon" not in {t.default(on, *key).route for t in (FWD_TABLE, BWD_TABLE)}
+    masked = _problem(256, 197, 12, 64, bf16, H100)._replace(mask="causal").key()
+    assert not FWD_TABLE.fits(H100, PINGPONG_FWD, *masked)
+
+
+def test_what_attention_in_turns_cannot_take_runs_plain():
+    """Launches of tensors that are not packed, and of the other heads that share a key."""
+    with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
+        problem = _problem(256, 197, 12, 64, bf16, H100)
+        assert fwd_launch(*problem).options["BLOCK_Q"] == 128
+        one_pass, split = bwd_launch(*problem)
+        assert one_pass is not None and not split
+        strides = ((197 * 2304, 2304, 64, 1),) * 3
+        layouts = Layouts(H100, bf16, problem.shape, 197, strides, None, False, False, 0.1, 0.0, "")
+        assert not fwd_call(*layouts).of_qkv
+        assert fwd_call(*layouts, of_qkv=True).of_qkv == has_gluon()
+        grads = H100, True, 2304, 2304, bf16, problem.shape, 197, ((0,) * 4, *strides), *layouts[5:]
+        assert not bwd_call(*grads).of_qkv
+        assert bwd_call(*grads, of_qkv=True).of_qkv == has_gluon()

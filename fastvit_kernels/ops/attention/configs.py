@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced
 from ...runtime.dtypes import DTYPES
-from ...runtime.triton import VERSION
+from ...runtime.triton import VERSION, has_gluon
 from .tiling import query_parts
 
 MAX_D = 256
@@ -33,7 +33,8 @@ MANY_HEADS = 16
 
 class FwdConfig(NamedTuple):
     """The forward kernel: a program owns block_q queries and walks block_kv keys at a time. With
-    the library's route the rest says nothing.
+    another route the rest says nothing: the library's, or Hopper's own, of packed qkv
+    (forward_pingpong.py).
 
     `tail` is the smallest tile for the keys that full tiles leave over. Where it is as large as the
     tile there is no second copy of the code: all tiles check their keys.
@@ -45,7 +46,7 @@ class FwdConfig(NamedTuple):
     heads: int  # a program, one after the other
     num_warps: int
     num_stages: int
-    route: str = "triton"  # or "library"
+    route: str = "triton"  # or "library", "gluon"
 
 
 class SplitConfig(NamedTuple):
@@ -77,10 +78,10 @@ class OnePassConfig(NamedTuple):
 
 
 class BwdForm(NamedTuple):
-    """Which of the two forms of the backward runs, or the library's."""
+    """Which of the two forms of the backward runs, or the library's, or backward_pingpong.py."""
 
     one_pass: bool
-    route: str = "triton"
+    route: str = "triton"  # or "library", "gluon"
 
 
 # Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
@@ -90,6 +91,12 @@ LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "modelled")}
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
+# Two groups of warps in turns, taken where `tune` finds them quicker, and there only where by the
+# model of docs/compile.md they take at least 10 % less: forward at D = 64 24 % at T = 197, 30 % at
+# 257, 12 % at 577, 9 % at 1025; at D = 128 45 % at T = 197, 36 % at 1025; backward 20 % at T = 197.
+PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
+PINGPONG_BWD = BwdForm(one_pass=True, route="gluon")
+PINGPONG_LONGEST = {32: 272, 64: 640, 128: math.inf}
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -455,11 +462,18 @@ def _buffers(gpu: Gpu, num_stages: int) -> int:
     return max(1, num_stages - 1) if _is_ampere(gpu) else num_stages
 
 
+def _takes_turns(gpu: Gpu, dtype: str, mask: str) -> bool:
+    here = (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2)
+    return here and has_gluon()
+
+
 def _fwd_fits(
     gpu: Gpu, config: FwdConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
     if config.route == "library":
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
+    if config.route == "gluon":
+        return 64 < tokens <= PINGPONG_LONGEST.get(D, 0) and _takes_turns(gpu, dtype, mask)
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
@@ -534,15 +548,18 @@ def _one_pass_fits(
 def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
     if form.route == "library":
         return _library_fits(gpu, *key)
+    if form.route == "gluon":
+        dtype, D, tokens, mask, _ = key
+        return D == 64 and 128 < tokens <= 256 and _takes_turns(gpu, dtype, mask)
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
 
 
 FWD_TABLE = ConfigTable(
-    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD],
+    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD, PINGPONG_FWD],
     _or_library(own_fwd, LIBRARY_FWD), _fwd_fits,
 )  # fmt: skip
 BWD_TABLE = ConfigTable(
-    "attention_bwd", [BwdForm(True), BwdForm(False), LIBRARY_BWD],
+    "attention_bwd", [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD],
     _or_library(own_bwd, LIBRARY_BWD), _bwd_fits, unrepeatable=[LIBRARY_BWD],
 )  # fmt: skip
 ONE_PASS_TABLE = ConfigTable(

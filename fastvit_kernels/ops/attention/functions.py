@@ -76,7 +76,8 @@ def attention_fwd(
     qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
-    return launch_fwd(readable(qkv).unbind(2), None, seed, scale, dropout_p, False)
+    qkv = readable(qkv)
+    return launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
 
 
 @operator(fake=empty_dqkv, flops=bwd_flops)
@@ -87,9 +88,10 @@ def attention_bwd(
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
     if qkv.numel():
+        qkv = readable(qkv)
         launch_bwd(
-            dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None,
-            seed, scale, dropout_p, False,
+            dqkv.unbind(2), readable(dout), qkv.unbind(2), out.contiguous(), lse, None, seed, scale,
+            dropout_p, False, packed=(dqkv, qkv),
         )  # fmt: skip
     return dqkv
 

@@ -130,10 +130,10 @@ def _block(T: int, block: int) -> int:
 
 @launch_plan
 def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
-    """The launch of the forward kernel, whatever the route; arguments: the fields of `Problem`."""
+    """The launch of the plain forward kernel, whatever the route; arguments: those of `Problem`."""
     problem = Problem(gpu, *fields)
     config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
-    if config.route == "library":
+    if config.route != "triton":
         config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
@@ -184,7 +184,7 @@ class BwdLaunch(NamedTuple):
 
 @launch_plan
 def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
-    """The launches of the backward; arguments: the fields of `Problem`, whether ours must run."""
+    """The plain launches of the backward; arguments: those of `Problem`, whether ours must run."""
     problem = Problem(gpu, *fields)
     key: Any = problem.key()
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
@@ -193,7 +193,7 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
         form = BWD_TABLE.choose(problem.gpu, *key)
         if problem.is_by_library(form) and not own:
             return BwdLaunch(None, ())
-        form = own_bwd(problem.gpu, *key) if form.route == "library" else form
+        form = own_bwd(problem.gpu, *key) if form.route != "triton" else form
     if not form.one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
         kernel = _attention_bwd_dkdv_kernel
@@ -286,15 +286,22 @@ class FwdCall(NamedTuple):
 
     launch: Callable[..., None] | None  # None: the library's
     sizes: tuple[int, ...]  # before those of packed sequences
+    of_qkv: bool = False  # called with out, lse and packed qkv alone
 
 
 @launch_plan
-def fwd_call(gpu: Gpu, *fields: Any, own: bool = False) -> FwdCall:
-    """Arguments: the fields of `Layouts`, whether ours must run."""
+def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) -> FwdCall:
+    """Arguments: the fields of `Layouts`, whether ours must run, whether q, k and v are packed."""
     layouts = Layouts(gpu, *fields)
     problem = Problem(*layouts.problem())
-    if not own and problem.is_by_library(FWD_TABLE.choose(gpu, *problem.key())):
+    config = FWD_TABLE.choose(gpu, *problem.key())
+    if not own and problem.is_by_library(config):
         return FwdCall(None, ())
+    if config.route == "gluon" and of_qkv:
+        from .forward_pingpong import fwd_pingpong
+
+        launch = fwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
+        return FwdCall(launch, (), of_qkv=True)
     launch = fwd_launch(*problem)
     return FwdCall(launch.bind(layouts), launch.sizes)
 
@@ -307,15 +314,28 @@ class BwdCall(NamedTuple):
     dq: Callable[..., None] | None
     dkdv: tuple[Callable[..., None], ...]
     sizes: tuple[int, ...]
+    of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
+
+
+def _is_in_turns(problem: Problem) -> bool:
+    """Whether the Gluon kernel computes the backward of packed qkv."""
+    D = problem.shape[3]
+    return D == 64 and BWD_TABLE.choose(problem.gpu, *problem.key()).route == "gluon"
 
 
 @launch_plan
 def bwd_call(
-    gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any, own: bool = False
-) -> BwdCall:
+    gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any, own: bool = False,
+    of_qkv: bool = False,
+) -> BwdCall:  # fmt: skip
     """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
-    ours must run."""
+    ours must run, whether q, k and v are packed, and contiguous, as is dout."""
     layouts = Layouts(gpu, *fields)
+    if of_qkv and _is_in_turns(Problem(*layouts.problem())):
+        from .backward_pingpong import bwd_pingpong
+
+        launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
+        return BwdCall(launch, None, (), (), of_qkv=True)
     one_pass, split = bwd_launch(*layouts.problem(), dbias, own=own)
     if one_pass is not None:
         assert layouts.mask is None
@@ -382,11 +402,11 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 def launch_fwd(
     qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool, packing: Packing | None = None,
+    is_causal: bool, packing: Packing | None = None, packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, T, H, D) and lse (`empty_rows`), by our kernel or by the library's.
 
-    qkv: q, k and v, (B, T, H, D) views.
+    qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
     mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
     packing: with it B is 1, and there is no mask.
     """
@@ -419,7 +439,7 @@ def launch_fwd(
         device, q.dtype, q.shape, k.shape[1], (q.stride(), k.stride(), v.stride()), layout,
         is_causal, False, scale, dropout_p, precision,
     )  # fmt: skip
-    call = fwd_call(*layouts)
+    call = fwd_call(*layouts, of_qkv=packed is not None and packed.is_contiguous())
     if call.launch is None:
         if (found := fwd_by_library(qkv, scale, is_causal)) is not None:
             return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
@@ -427,19 +447,23 @@ def launch_fwd(
         assert call.launch is not None
     out = q.new_empty(q.shape)
     lse = empty_rows(out)
-    call.launch(out, lse, q, k, v, mask, seed, None)
+    if call.of_qkv:
+        call.launch(out, lse, packed)
+    else:
+        call.launch(out, lse, q, k, v, mask, seed, None)
     return out, lse
 
 
-def bias_partials(q: Tensor, has_dropout: bool) -> int:
+def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     """Rows of partials that `launch_bwd` can leave of the bias gradient, 0 where it cannot: one for
-    each part of a sample's queries in one pass. In the dq kernel they would halve the warps."""
+    each part of a sample's queries in one pass, in the Gluon kernel for each warp. In the dq kernel
+    they would halve the warps."""
     if has_dropout:
         return 0
-    one_pass, _ = bwd_launch(
-        gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision(),
-        own=bits_must_repeat(),
-    )  # fmt: skip
+    problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision()
+    if of_qkv and _is_in_turns(Problem(*problem)):
+        return 8 * q.shape[0]
+    one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
     if one_pass is None:
         return 0
     return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
@@ -449,6 +473,7 @@ def launch_bwd(
     grads: Sequence[Tensor] | None, dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor,
     mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
     dbias: Tensor | None = None, packing: Packing | None = None,
+    packed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
@@ -459,6 +484,7 @@ def launch_bwd(
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
     qkv, mask, packing: as for `launch_fwd`.
+    packed: dqkv and qkv, whose views they are.
     """
     q, k, v = qkv
     shape, T_kv, cu_seqlens = q.shape, k.shape[1], None
@@ -474,7 +500,11 @@ def launch_bwd(
         gpu(q.device), dbias is not None, *steps, q.dtype, shape, T_kv, strides, mask_layout(mask),
         is_causal, packing is not None, scale, dropout_p, torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    call = bwd_call(*layouts)
+    of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
+    call = bwd_call(*layouts, of_qkv=of_qkv)
+    if packed is not None and call.of_qkv and call.one_pass is not None:
+        call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
+        return packed[0].unbind(2), None
     if call.one_pass is None and call.dq is None:
         found = bwd_by_library(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
         if found is not None:

@@ -73,7 +73,7 @@ def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False)
+    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
 
 
 def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
@@ -98,12 +98,14 @@ def attention_and_bias_bwd(
     dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
     if qkv.numel() == 0:
         return dqkv, dbias.zero_()
-    rows, partial = bias_partials(out, seed is not None), None
+    dout, qkv = readable(dout), readable(qkv)
+    of_qkv = qkv.is_contiguous() and dout.is_contiguous()
+    rows, partial = bias_partials(out, seed is not None, of_qkv), None
     if rows:
         partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
     launch_bwd(
-        dqkv.unbind(2), readable(dout), readable(qkv).unbind(2), out.contiguous(), lse, None, seed,
-        scale, dropout_p, False, partial,
+        dqkv.unbind(2), dout, qkv.unbind(2), out.contiguous(), lse, None, seed, scale, dropout_p,
+        False, partial, packed=(dqkv, qkv),
     )  # fmt: skip
     column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
     return dqkv, dbias

@@ -20,14 +20,11 @@ Gluon has no interpreter: tests/machine/device runs the PTX.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...runtime.gluon import (
-    TensorDescriptor,
     fence,
     fetch,
     gl,
@@ -37,6 +34,7 @@ from ...runtime.gluon import (
     multiply_wait,
     put,
     store_wait,
+    tensor_map,
 )
 from ...runtime.triton import ANY_BATCH, bind_launch, constant
 from .activation import activate, activate_and_derivative
@@ -44,7 +42,6 @@ from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
 
 GROUP = constant(GROUP_M)
 REGISTERS = constant((240, 24))  # of the second group of multipliers, of the loader
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 @gluon.jit
@@ -243,19 +240,9 @@ def _pingpong_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES[dtype])
-
-
 def _map(x: Tensor | None, rows: int, columns: int, stride: int, block: tuple[int, ...]) -> Any:
-    """How TMA passes blocks of a matrix whose rows lie `stride` elements apart."""
-    if x is None:
-        return None
-    made: Any = object.__new__(TensorDescriptor)  # its own checks ask a fake tensor for an address
-    made.base, made.shape, made.strides = x, [rows, columns], [stride, 1]
-    made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
-    return made
+    """Of a matrix whose rows lie `stride` elements apart."""
+    return None if x is None else tensor_map(x, (rows, columns), (stride, 1), block)
 
 
 def pingpong_launch(

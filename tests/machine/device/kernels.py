@@ -248,7 +248,10 @@ def _config_fault(job: Job, yardstick: Any) -> str | None:
 # Training
 
 
-def training_fault(dtype: torch.dtype, yardstick: Any, steps: int = 3) -> str | None:
+def training_fault(
+    dtype: torch.dtype, yardstick: Any, steps: int = 3, img_size: tuple[int, int] = (24, 16),
+    embed_dim: int = 64,
+) -> str | None:  # fmt: skip
     """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule.
 
     Args:
@@ -256,11 +259,11 @@ def training_fault(dtype: torch.dtype, yardstick: Any, steps: int = 3) -> str | 
     """
     torch.manual_seed(0)
     model = VisionTransformer(
-        img_size=(24, 16), patch_size=8, num_classes=10, embed_dim=64, depth=2, num_heads=2,
+        img_size=img_size, patch_size=8, num_classes=10, embed_dim=embed_dim, depth=2, num_heads=2,
         init_values=0.5,
     ).eval()  # fmt: skip
     start = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
-    images, labels = Draw(CPU, dtype)(4, 3, 24, 16, grad=False), torch.tensor([1, 7, 0, 3])
+    images, labels = Draw(CPU, dtype)(4, 3, *img_size, grad=False), torch.tensor([1, 7, 0, 3])
 
     def train(forward: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         weights = {name: p.to(dtype, copy=True).requires_grad_() for name, p in start.items()}
