@@ -24,8 +24,7 @@ class NormConfig(NamedTuple):
 
 
 # Key: BLOCK_C. Forward: small rows share a program, so that every warp has full vector loads.
-# Backward: four elements a thread, 48 to 72 registers, and the loads of two further steps on their
-# way. Not yet measured.
+# Backward: four elements a thread, 48 to 72 registers, loads two steps ahead. Not yet measured.
 FWD_ROWS = {64: (16, 4), 128: (8, 4), 256: (8, 4), 512: (4, 4), 1024: (4, 4), 2048: (1, 4)}
 BWD_ROWS = {64: (8, 4), 128: (4, 4), 256: (2, 4), 512: (1, 4), 1024: (1, 8), 2048: (1, 16)}
 LARGE_CONFIG = NormConfig(1, 16)  # BLOCK_C above 2048
