@@ -625,7 +625,7 @@ FAULTS += [  # what tools say of kernels
         "roof.hbm * 2e-3", only=_model("a_launch_takes_its_waves_its_bytes_and_its_longest_part"),
     ),
     Fault(
-        "model-copies", LOOPS, "work", "a warp's copies are a thread's", "32 * run.copied",
+        "model-copies", LOOPS, "_work", "a warp's copies are a thread's", "32 * run.copied",
         "run.copied", only=_model("the_work_of_a_launch_is_that_of_its_programs"),
     ),
     Fault(
