@@ -22,7 +22,7 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out, watch
 from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
-from fastvit_kernels.swap.hosts import attention, block, mlp
+from fastvit_kernels.swap.hosts import mlp, searched
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 from tests.model_coverage.compare import randomize
@@ -109,16 +109,16 @@ def assert_same(actual, wanted, tolerance):
 @pytest.fixture
 def ran(monkeypatch):
     """Names of the classes whose fused forward ran as a block."""
-    names, own = [], block.Block.fused_forward
+    names, own = [], searched.Block.fused_forward
     monkeypatch.setattr(
-        block.Block, "fused_forward",
+        searched.Block, "fused_forward",
         lambda self, x, **k: names.append(type(self).__name__) or own(self, x, **k),
     )  # fmt: skip
     found = plans.plan_of
 
     def plan_of(module):
         known = found(module)
-        if known is None or not isinstance(module, block.Block):
+        if known is None or not isinstance(module, searched.Block):
             return known
 
         def run(modules, x, extras):
@@ -642,7 +642,7 @@ def test_a_rate_that_changes_at_each_step_needs_no_proof_each(proofs, ran):
 def test_the_dropout_of_an_attention_that_changes_at_each_step_needs_no_proof_each(proofs):
     module = dino.Attention(32, 2, 0.1)
     swap_in(module)
-    assert isinstance(module, attention.Attention)
+    assert isinstance(module, searched.Attention)
     for index in range(600):
         module.attn_drop = (index + 1) / 700
         assert module.fused_verdict() is None
