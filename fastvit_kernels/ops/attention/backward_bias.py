@@ -147,7 +147,7 @@ def _attention_bwd_bias_kernel(
 
 # By (bytes an element, largest padded D), first row that fits. Four tiles of fp32 are alive, which
 # bounds them. Not yet measured: chosen by compiling, so that nothing spills on sm_80 and sm_90, and
-# by the model of docs/compile.md: 64 keys at once take half the time of 32, a second stage adds.
+# by the model of docs/compile.md: 64 keys at once take half the time of 32, two stages more.
 BIAS = {
     (2, 64): BiasConfig(128, 64, 8, 1),
     (2, 128): BiasConfig(128, 32, 8, 1),

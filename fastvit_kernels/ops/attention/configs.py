@@ -160,7 +160,7 @@ DQ_HOPPER = SplitConfig(128, 64, 16, 8, 3)  # D = 64 beside a mask of pairs, or 
 DQ_HOPPER_DROPOUT = SplitConfig(128, 32, 16, 8, 3)  # twice the warps an SM
 DQ_MMA = SplitConfig(128, 32, 16, 4, 2)  # D <= 64: 32 rows a warp, as FWD_MMA
 DQ_MMA_CROWDED = SplitConfig(128, 16, 16, 4, 2)  # D = 64 beside keys or dropout, where that spills
-DQ_MMA_MASKED = SplitConfig(128, 16, 16, 4, 3)  # D = 64 beside a mask of pairs
+DQ_MMA_MASKED = DQ_MMA_CROWDED._replace(num_stages=3)  # D = 64 beside a mask of pairs
 DQ_MASKED = SplitConfig(128, 32, 32, 8, 1)
 DQ_MASKED_WIDE = SplitConfig(128, 16, 16, 8, 1)  # D above 96, by mma.sync above 64
 # By mma.sync at D above 96, where the others spill: an additive mask, or a mask beside dropout.

@@ -317,10 +317,11 @@ class BwdCall(NamedTuple):
     of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
 
 
-def _is_in_turns(problem: Problem) -> bool:
-    """Whether the Gluon kernel computes the backward of packed qkv."""
-    D = problem.shape[3]
-    return D == 64 and BWD_TABLE.choose(problem.gpu, *problem.key()).route == "gluon"
+@launch_plan
+def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
+    """Whether the Gluon kernel computes the backward of packed qkv; fields: those of `Problem`."""
+    problem = Problem(gpu, *fields)
+    return problem.shape[3] == 64 and BWD_TABLE.choose(problem.gpu, *problem.key()).route == "gluon"
 
 
 @launch_plan
@@ -331,7 +332,7 @@ def bwd_call(
     """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
     ours must run, whether q, k and v are packed, and contiguous, as is dout."""
     layouts = Layouts(gpu, *fields)
-    if of_qkv and _is_in_turns(Problem(*layouts.problem())):
+    if of_qkv and _is_in_turns(*layouts.problem()):
         from .backward_pingpong import bwd_pingpong
 
         launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
@@ -461,7 +462,7 @@ def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     if has_dropout:
         return 0
     problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision()
-    if of_qkv and _is_in_turns(Problem(*problem)):
+    if of_qkv and _is_in_turns(*problem):
         return 8 * q.shape[0]
     one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
     if one_pass is None:

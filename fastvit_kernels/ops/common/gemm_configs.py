@@ -61,9 +61,7 @@ SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
 # other's products. At one block (WIDE_TMA) nothing runs beside it.
 TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
 TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
-TMA_NARROW = NARROW._replace(
-    descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128
-)  # fmt: skip
+TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128)
 TMA_SMALL = SMALL._replace(descriptors=True)
 WIDE_TMA = GemmConfig(
     "triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8, descriptors=True

@@ -34,27 +34,27 @@ class RopeConfig(NamedTuple):
     num_warps: int
 
 
-# Key: BLOCK_P, pairs of a row up to a power of two. Forward: eight pairs a thread, so that each
-# loads 16 bytes of a and of b. Backward of a norm: four, beside four fp32 sums; with two, a step's
-# addresses bound it. By the model of docs/compile.md; not yet measured.
-FWD_PAIRS, BWD_PAIRS = 1024, 1024
+# Key: BLOCK_P, pairs of a row up to a power of two. Eight pairs a thread, so that each loads 16
+# bytes of a and of b; in the backward of a norm, with fewer, a step's addresses bound it. By the
+# model of docs/compile.md; not yet measured.
+PAIRS = 1024
 CONFIGS = [RopeConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16, 32, 64)]
 PROGRAMS_PER_SM = 8
 
 
-def _table(name: str, pairs: int) -> ConfigTable[RopeConfig]:
+def _table(name: str) -> ConfigTable[RopeConfig]:
     return ConfigTable(
         name,
         CONFIGS,
-        lambda gpu, block_p: RopeConfig(min(64, max(1, pairs // block_p)), 4),
+        lambda gpu, block_p: RopeConfig(min(64, max(1, PAIRS // block_p)), 4),
         lambda gpu, config, block_p: (
             1 <= config.block_rows * block_p // (32 * config.num_warps) <= 16
-            or config.block_rows == min(64, max(1, pairs // block_p))
+            or config.block_rows == min(64, max(1, PAIRS // block_p))
         ),
     )
 
 
-FWD_TABLE, BWD_TABLE = _table("rope_fwd", FWD_PAIRS), _table("rope_bwd", BWD_PAIRS)
+FWD_TABLE, BWD_TABLE = _table("rope_fwd"), _table("rope_bwd")
 
 
 @triton.jit

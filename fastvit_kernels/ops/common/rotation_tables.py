@@ -22,7 +22,6 @@ from ...runtime.configs import launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from .reduction import column_sum
 from .rotation import (
-    BWD_PAIRS,
     Rotation,
     Tables,
     _load_pairs,
@@ -42,7 +41,7 @@ from .rotation import (
 )
 
 # Key: BLOCK_P, as for rope_bwd: four pairs a thread, beside eight fp32 sums. Not yet measured.
-TABLES_TABLE = _table("rope_tables_bwd", BWD_PAIRS)
+TABLES_TABLE = _table("rope_tables_bwd")
 PROGRAMS_PER_SM = 8
 MIN_SHARED = 8  # samples and heads of a range: its sums are 16 bytes for 12 of each of these
 
