@@ -43,9 +43,9 @@ from bench.providers import (
     vits,
     with_autotuned,
 )
-from fastvit_kernels.ops.attention.configs import BwdForm, forced_route
+from fastvit_kernels.ops.attention.configs import BWD_TABLE, FWD_TABLE, BwdForm, forced_route
 from fastvit_kernels.ops.attention.functions import attention_ref
-from fastvit_kernels.ops.attention.launch import bwd_launch
+from fastvit_kernels.ops.attention.launch import Problem, bwd_launch
 from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
@@ -415,15 +415,16 @@ def _output(result: Any) -> Tensor:
 
 
 def _other_ways(shape: Shape, dtype: str, function: Function) -> list[Provider]:
-    """Ours by the route that the table does not take, and without the one-pass backward where that
-    runs by itself."""
+    """Ours by each route that the tables do not take, plain Triton beside Gluon, and without the
+    one-pass backward where that runs by itself."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     sizes = (shape.B, shape.T, shape.H, shape.D)
-    launch = bwd_launch(gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
-    other = "library" if launch.one_pass or launch.split else "triton"
-    ways = {f"ours-{other}": functools.partial(forced_route, other)} if dtype != "fp32" else {}
-    if launch.one_pass is not None:
+    problem = Problem(gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
+    taken = {t.choose(problem.gpu, *problem.key()).route for t in (FWD_TABLE, BWD_TABLE)}
+    others = [route for route in ("library", "triton") if taken != {route} and dtype != "fp32"]
+    ways = {f"ours-{route}": functools.partial(forced_route, route) for route in others}
+    if bwd_launch(*problem).one_pass is not None:
         ways["ours-split"] = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
     return [ours(name, function, context) for name, context in ways.items()]
 

@@ -34,6 +34,7 @@ from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import recording
+from fastvit_kernels.runtime.triton import has_gluon
 
 OP = OPS["layer_norm"]
 
@@ -223,14 +224,20 @@ def test_a_forced_route_is_taken(name):
 
 
 @pytest.mark.parametrize("name", ["attention", "qkv_attention"])
-@pytest.mark.parametrize(("T", "other"), [(197, "library"), (2305, "triton")])
-def test_attention_is_timed_by_the_other_route_too(name, T, other):
+@pytest.mark.parametrize(("B", "T", "others"), [
+    (1, 197, ["library"]), (1, 2305, ["triton"]), (66, 197, ["library", "triton"]),
+])  # fmt: skip
+def test_attention_is_timed_by_the_other_routes_too(name, B, T, others):
+    """Where Gluon is the default, by plain Triton too."""
+    if B > 1 and not has_gluon():
+        pytest.skip("triton is not installed, or has another Gluon")
     with on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)):
-        ways = {p.name: p for p in OPS[name].providers(replace(TINY, T=T), "bf16")}
-    assert {"ours-library", "ours-triton"} & set(ways) == {f"ours-{other}"}
+        ways = {p.name: p for p in OPS[name].providers(replace(TINY, B=B, T=T, C=128, H=2), "bf16")}
+    assert {"ours-library", "ours-triton"} & set(ways) == {f"ours-{other}" for other in others}
     here, key = Gpu("sm_80", 108, 163 * 1024), ("bf16", 64, 4096, "none", "many")
-    with ways[f"ours-{other}"].context():
-        assert {t.choose(here, *key).route for t in (ATTENTION_FWD, ATTENTION_BWD)} == {other}
+    for other in others:
+        with ways[f"ours-{other}"].context():
+            assert {t.choose(here, *key).route for t in (ATTENTION_FWD, ATTENTION_BWD)} == {other}
     assert not {"ours-library", "ours-triton"} & {
         p.name for p in OPS[name].providers(replace(TINY, T=T), "fp32")
     }

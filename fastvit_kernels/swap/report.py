@@ -13,7 +13,9 @@ from ..models.gated_mlp import GluMlp, SwiGLU
 from ..models.modules import Attention, Mlp, PatchEmbed
 from ..models.norms import LayerNorm, RmsNorm
 from ..models.vit import Block
+from ..ops.attention.configs import has_turns
 from ..ops.common.samples import DropPathMode
+from ..runtime.backend import gpu
 from ..runtime.plain import is_hooked, is_plain
 from . import hosts
 from .activations import activation_name
@@ -26,6 +28,7 @@ from .hosts.roles import weight_and_bias
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
 IN_GRAPHS = "in a graph: no handover from norm to linear, under autocast 8 C bytes a token more"
+IN_GLUON = "attention in Gluon where docs/attention.md says so (FASTVIT_KERNELS_GLUON=0: none)"
 OURS = (Block, PatchEmbed, Attention, Mlp, GluMlp, SwiGLU, LayerNorm, RmsNorm)
 _OUR_FORWARDS = frozenset(cls.forward for cls in OURS)
 Why = Callable[[Any], str | None]  # why a swapped module runs its host's forward, None: it doesn't
@@ -72,6 +75,7 @@ class SwapReport:
         skipping: names of the norms of branches that compute nothing for the samples that they
             drop. With drop_path="skip" a DropPath of no such branch is among `left`.
         choices: with measure= or choices=, what each kind of module runs as, and its times.
+        gluon: whether packed attention may run in Gluon on the GPU where the model is now.
     """
 
     swapped: list[Swapped] = field(default_factory=list)
@@ -87,6 +91,7 @@ class SwapReport:
     rebuilt_rms: int = 0
     skipping: list[str] = field(default_factory=list)
     choices: Choices | None = None
+    gluon: bool = False
 
     @property
     def level(self) -> str:
@@ -124,6 +129,8 @@ class SwapReport:
         rms = self.rebuilt_rms
         kinds = (len(self.rebuilt) - rms, "LayerNorm"), (rms, "RMSNorm")
         lines += [f"{n} {kind} outputs are rebuilt in the backward" for n, kind in kinds if n]
+        if self.gluon:
+            lines.append(IN_GLUON)
         if self.skipping:
             lines.append(f"{len(self.skipping)} branches compute no sample that they drop")
         if self.uncounted:
@@ -196,6 +203,9 @@ def make_report(
             maker.leave(name, modules[name], guesses[name])
     maker.note_leaves()
     maker.count()
+    x = next((p for m in modules.values() for p in m.parameters()), None)
+    attends = any(row.level in ("block", "attention", "ours") for row in maker.report.swapped)
+    maker.report.gluon = attends and x is not None and has_turns(gpu(x.device))
     return maker.report
 
 

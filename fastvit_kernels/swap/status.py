@@ -24,7 +24,7 @@ from . import hosts
 from .facts import level_of
 from .hosts.fused import Fused, is_dense, is_traced, part
 from .plans import refusal
-from .report import Why, ancestors, is_ours, lost_in_graphs, make_report, verdict_of
+from .report import IN_GLUON, Why, ancestors, is_ours, lost_in_graphs, make_report, verdict_of
 
 Way = Literal["fused", "inside", "host", "compiled", "not called"]
 NOT_CALLED: Way = "not called"
@@ -75,6 +75,7 @@ class ModelStatus:
             kernels do.
         tokens, flops, fused_flops: as in SwapReport, with what ran fused as told here; ops that
             PyTorch computes inside a fused forward count as fused.
+        gluon: as in SwapReport.
     """
 
     modules: list[ModuleStatus] = field(default_factory=list)
@@ -84,6 +85,7 @@ class ModelStatus:
     tokens: int = 0
     flops: int = 0
     fused_flops: int = 0
+    gluon: bool = False
 
     @property
     def share(self) -> float:
@@ -126,6 +128,8 @@ class ModelStatus:
         if ops:
             lines.append(f"{len(ops) - slow.total()} ops by kernels, {slow.total()} by PyTorch")
         lines += [f"  {n} by PyTorch: {why}" for why, n in slow.items()]
+        if self.gluon:
+            lines.append(IN_GLUON)
         if self.pytorch:
             lines.append(f"PyTorch computes the ops: {self.pytorch}")
         return "\n".join(lines)
@@ -324,7 +328,7 @@ def _made(
             if above is not None:
                 ways[name] = "inside", above
     found = ModelStatus([], calls is not None, get_backend(), tokens=report.tokens)
-    found.flops, found.fused_flops = report.flops, report.fused_flops
+    found.flops, found.fused_flops, found.gluon = report.flops, report.fused_flops, report.gluon
     for name in filter(ways.__contains__, modules):
         (way, reason), call = ways[name], (calls or {}).get(name, _Call(None, [], 0))
         if name in in_graphs and not (reason or call.calls):

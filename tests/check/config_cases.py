@@ -95,6 +95,7 @@ def _attention(large: bool) -> list[Example]:
         return [
             *(packed(3, T, 5, 64) for T in (1, 50, 197, 257, 577, 1025)),
             *(packed(128, T, 17, D) for T, D in ((19, 32), (50, 64))),
+            *(packed(29, T, 5, D) for T, D in ((197, 32), (197, 64), (577, 64), (257, 128))),
             *(strided(2, 197, 3, D) for D in (32, 64, 72, 80, 96, 128, 256)),
         ]
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,9 +16,8 @@ from fastvit_kernels.ops.attention.configs import (
     DQ_TABLE,
     FWD_TABLE,
     ONE_PASS_TABLE,
-    PINGPONG_BWD,
-    PINGPONG_FWD,
     BwdForm,
+    forced_route,
 )
 from fastvit_kernels.ops.attention.functions import attention
 from fastvit_kernels.ops.attention.launch import Problem
@@ -97,12 +97,10 @@ def attention_configs() -> None:
         weight, bias = (torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True)
                         for more in ((D,), ()))  # fmt: skip
         qkv = torch.empty(256, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
-        key = Problem(here, x.dtype, (256, T, 12, D), T, "none", False, "ieee").key()
-        for table, config in ((FWD_TABLE, PINGPONG_FWD), (BWD_TABLE, PINGPONG_BWD)):
-            if table.fits(here, config, *key):
-                with forced(table.name, config):
-                    backward(attention(qkv))
-                    backward(qkv_attention(x, weight, bias, num_heads=12))
+        for route in (nullcontext(), forced_route("triton")):
+            with route:
+                backward(attention(qkv))
+                backward(qkv_attention(x, weight, bias, num_heads=12))
 
 
 def one_image() -> None:
@@ -121,9 +119,10 @@ def one_image() -> None:
 
 def heads(D: int) -> None:
     """Attention of one head dim at every length, and its masks, causal form and dropout."""
-    for T in TOKENS:
+    for T, route in itertools.product(TOKENS, (nullcontext, lambda: forced_route("triton"))):
         qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
-        backward(attention(qkv))
+        with route():
+            backward(attention(qkv))
     for T in TOKENS:
         attend = _attend(64, T, D)
         for out in (

@@ -223,7 +223,7 @@ def _gemm_configs() -> None:
             continue
         shapes = ((B, T, C), (width, C), (width,), (C, width), (C,))
         tensors = [torch.empty(s, dtype=dtype, requires_grad=True) for s in shapes]
-        residual = torch.empty(B, T, C, dtype=dtype if config.route == "gluon" else torch.float32)
+        residual = torch.empty(B, T, C)
         hidden = config if config in HIDDEN_TABLE.configs else LIBRARY
         with forced(FWD_TABLE.name, config), forced(HIDDEN_TABLE.name, hidden):
             backward(mlp(*tensors, residual=residual))

@@ -140,36 +140,26 @@ def test_the_model_gives_the_published_rate_of_products():
 
 
 TURNS_PROGRAM = """
-import json, torch
-from fastvit_kernels import attention, linear
+import torch
+from fastvit_kernels import attention
 from fastvit_kernels.ops.attention.configs import PINGPONG_FWD
-from fastvit_kernels.ops.common.gemm_configs import PINGPONG
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.tools.aot import TARGETS
 from tests.machine.examine import timed
 from tests.machine.launches import tracing
 
-rates, half = {}, {"dtype": torch.float16}
-with tracing(TARGETS["sm_90"]) as trace, forced("linear_fwd", PINGPONG):
-    linear(torch.empty(65536, 1024, **half), torch.empty(1024, 1024, **half), activation="silu")
-with tracing(TARGETS["sm_90"]) as of_attention, forced("attention_fwd", PINGPONG_FWD):
-    attention(torch.empty(4, 8448, 3, 16, 128, **half))
-for name, one, flops in (
-    ("products", trace, 2 * 65536 * 1024**2), ("attention", of_attention, 64 * 4 * 8448**2 * 128),
-):
-    (launch,) = one.launches
-    assert "pingpong" in launch.kernel.kernel
-    rates[name] = flops / timed(launch).modelled.us * 1e-6
-print(json.dumps(rates))
+with tracing(TARGETS["sm_90"]) as trace, forced("attention_fwd", PINGPONG_FWD):
+    attention(torch.empty(4, 8448, 3, 16, 128, dtype=torch.float16))
+(launch,) = trace.launches
+assert "pingpong" in launch.kernel.kernel
+print(64 * 4 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
 """
 
 
-def test_the_model_gives_the_published_rates_of_groups_side_by_side():
-    """On an H100: a persistent GEMM by warps with roles, without an epilogue (TLX,
-    facebookexperimental/triton #1038); FlashAttention-3 with warp specialisation, but no products
-    under a group's own softmax (arXiv:2407.08608, table 2)."""
-    published = {"products": 564, "attention": 582}
-    assert _printed(TURNS_PROGRAM) == pytest.approx(published, rel=0.12)
+def test_the_model_gives_the_published_rate_of_groups_side_by_side():
+    """FlashAttention-3 on an H100 with warp specialisation, but no products under a group's own
+    softmax (arXiv:2407.08608, table 2), TFLOP/s."""
+    assert _printed(TURNS_PROGRAM) == pytest.approx(582, rel=0.12)
 
 
 def test_the_command_compares_by_the_model_alone():

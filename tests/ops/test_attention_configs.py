@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, rand
 
+from fastvit_kernels.ops.attention import launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
@@ -19,6 +21,8 @@ from fastvit_kernels.ops.attention.configs import (
     PINGPONG_BWD,
     PINGPONG_FWD,
     BwdForm,
+    forced_route,
+    has_turns,
 )
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.launch import (
@@ -30,7 +34,7 @@ from fastvit_kernels.ops.attention.launch import (
     fwd_launch,
 )
 from fastvit_kernels.ops.attention.tiling import query_parts
-from fastvit_kernels.runtime.backend import Gpu, gpu
+from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, gpu
 from fastvit_kernels.runtime.configs import ConfigTable, forced
 from fastvit_kernels.runtime.triton import VERSION, has_gluon
 from tests.machine.gate import TABLE
@@ -120,7 +124,8 @@ def test_attention_defaults_are_what_the_gate_compiled(table):
     assert len(known) > 100
     for (on, dtype, D, mask), compiled in known.items():
         for tokens, heads in product((256, 640), ("many", "few")):
-            config = table.default(on, dtype, D, tokens, mask, heads)
+            with forced_route("triton"):
+                config = table.choose(on, dtype, D, tokens, mask, heads)
             chosen = (*config[:2], config.num_warps, config.num_stages)
             assert chosen in compiled, (on.arch, dtype, D, tokens, mask, heads, chosen)
 
@@ -285,23 +290,52 @@ def test_few_heads_take_the_split_backward():
     assert bwd_launch(*_problem(1, 50, 12, 64, bf16, H100)).one_pass is not None
 
 
-def test_attention_in_turns_is_a_candidate_where_the_model_says_a_tenth_and_no_default():
+@pytest.fixture
+def gluon(monkeypatch):
+    """Has it asked anew, before and after."""
+    monkeypatch.delenv("FASTVIT_KERNELS_GLUON", raising=False)
+    has_gluon.cache_clear()
+    yield monkeypatch
+    has_gluon.cache_clear()
+
+
+def test_attention_in_turns_is_the_default_where_the_model_says_a_tenth(gluon):
     if not has_gluon():
         pytest.skip("triton is not installed, or has another Gluon")
-    for on, T, D, dtype in product((H100, A100), (50, 150, 197, 257, 577, 1025), (64, 128), TYPES):
+    shapes = product((H100, A100), (50, 150, 197, 257, 577, 1025), (32, 64, 80, 128), TYPES)
+    for on, T, D, dtype in shapes:
         key = _problem(256, T, 12, D, dtype, on).key()
-        here = on is H100 and dtype is not fp32
-        fwd = here and T > 64 and (D == 128 or T <= 577)
+        here = on is H100 and dtype is not fp32 and T > 64
+        fwd = here and {32: 257, 64: 577, 80: 0, 128: 1025}[D] >= T
         bwd = here and D == 64 and T in (150, 197)
-        assert (PINGPONG_FWD in FWD_TABLE.candidates(on, *key)) == fwd, (T, D, dtype)
-        assert (PINGPONG_BWD in BWD_TABLE.candidates(on, *key)) == bwd, (T, D, dtype)
-        assert "gluon" not in {t.default(on, *key).route for t in (FWD_TABLE, BWD_TABLE)}
-    masked = _problem(256, 197, 12, 64, bf16, H100)._replace(mask="causal").key()
-    assert not FWD_TABLE.fits(H100, PINGPONG_FWD, *masked)
+        for table, config, takes in (
+            (FWD_TABLE, PINGPONG_FWD, fwd), (BWD_TABLE, PINGPONG_BWD, bwd)
+        ):  # fmt: skip
+            assert table.fits(on, config, *key) == takes, (T, D, dtype)
+            assert (table.default(on, *key) == config) == takes
+    for other in (
+        _problem(256, 197, 12, 64, bf16, H100)._replace(mask="causal"),
+        _problem(256, 197, 12, 64, bf16, H100)._replace(dropout=True),
+        _problem(10, 197, 12, 64, bf16, H100),  # a program a head leaves SMs idle
+    ):
+        for table, config in ((FWD_TABLE, PINGPONG_FWD), (BWD_TABLE, PINGPONG_BWD)):
+            assert not table.fits(H100, config, *other.key())
 
 
-def test_what_attention_in_turns_cannot_take_runs_plain():
-    """Launches of tensors that are not packed, and of the other heads that share a key."""
+def test_gluon_can_be_turned_off(gluon):
+    gluon.setenv("FASTVIT_KERNELS_GLUON", "0")
+    key = _problem(256, 197, 12, 64, bf16, H100).key()
+    assert not has_turns(H100) and FWD_TABLE.default(H100, *key).route == "triton"
+
+
+def test_an_interface_that_has_changed_is_told_once(gluon, recwarn):
+    gluon.setitem(sys.modules, "fastvit_kernels.runtime.gluon", None)
+    assert not has_gluon() and not has_gluon()
+    assert [str(w.message).split(" with")[0] for w in recwarn] == ["no Gluon kernels"]
+
+
+def test_what_attention_in_turns_cannot_take_runs_plain(monkeypatch):
+    """Launches of tensors that are not packed; all in the interpreter, which has no Gluon."""
     with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
         problem = _problem(256, 197, 12, 64, bf16, H100)
         assert fwd_launch(*problem).options["BLOCK_Q"] == 128
@@ -309,8 +343,13 @@ def test_what_attention_in_turns_cannot_take_runs_plain():
         assert one_pass is not None and not split
         strides = ((197 * 2304, 2304, 64, 1),) * 3
         layouts = Layouts(H100, bf16, problem.shape, 197, strides, None, False, False, 0.1, 0.0, "")
+        grads = H100, True, 2304, 2304, bf16, problem.shape, 197, ((0,) * 4, *strides), *layouts[5:]
+        if INTERPRETED:
+            assert not fwd_call(*layouts, of_qkv=True).of_qkv
+            assert not bwd_call(*grads, of_qkv=True).of_qkv
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
         assert not fwd_call(*layouts).of_qkv
         assert fwd_call(*layouts, of_qkv=True).of_qkv == has_gluon()
-        grads = H100, True, 2304, 2304, bf16, problem.shape, 197, ((0,) * 4, *strides), *layouts[5:]
         assert not bwd_call(*grads).of_qkv
         assert bwd_call(*grads, of_qkv=True).of_qkv == has_gluon()

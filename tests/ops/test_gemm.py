@@ -2,8 +2,6 @@
 
 import contextvars
 import itertools
-import sys
-from functools import partial
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from fastvit_kernels.ops.common.gemm_configs import (
     HIDDEN_TABLE,
     LIBRARY,
     PERSISTENT,
-    PINGPONG,
-    PINGPONG_PARTS,
     SMALL,
     TMA_ARCHS,
     TMA_PAIR,
@@ -36,7 +32,7 @@ from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.backend import gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.runtime.triton import has_gluon, triton
+from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -287,59 +283,3 @@ def test_gemm_defaults_fit(gpu):
         for N, K, table in itertools.product((C, 4 * C), (C, 4 * C), TABLES):
             config = table.default(gpu, M, N, K, dtype)
             assert config in table.configs and table.fits(gpu, config, M, N, K, dtype)
-
-
-# The Gluon route; tests/machine/device runs its kernel
-
-HOPPER = Gpu("sm_90", 132, 227 * 1024)
-
-
-@pytest.fixture
-def gluon(monkeypatch):
-    """Has it asked anew, before and after."""
-    monkeypatch.delenv("FASTVIT_KERNELS_GLUON", raising=False)
-    has_gluon.cache_clear()
-    yield monkeypatch
-    has_gluon.cache_clear()
-
-
-def test_gluon_is_a_candidate_on_hopper_alone_and_no_default(gluon):
-    if not has_gluon():
-        pytest.skip("triton is not installed")
-    for gpu, table in itertools.product(GPUS, TABLES):
-        for N, dtype in itertools.product((768, 772), ("bf16", "fp16", "fp32")):
-            default, *others = table.candidates(gpu, 16384, N, 768, dtype)
-            assert default.route != "gluon"
-            wanted = {"linear_fwd": [PINGPONG, PINGPONG_PARTS], "mlp_bwd_hidden": [PINGPONG_PARTS]}
-            runs = gpu.arch == "sm_90" and N == 768 and dtype != "fp32"
-            found = [config for config in others if config.route == "gluon"]
-            assert sorted(found) == (sorted(wanted[table.name]) if runs else [])
-
-
-def test_gluon_can_be_turned_off(gluon):
-    gluon.setenv("FASTVIT_KERNELS_GLUON", "0")
-    assert not FWD_TABLE.fits(HOPPER, PINGPONG, 16384, 768, 768, "bf16")
-
-
-def test_an_interface_that_has_changed_is_told_once(gluon, recwarn):
-    gluon.setitem(sys.modules, "fastvit_kernels.runtime.gluon", None)
-    assert not has_gluon() and not has_gluon()
-    assert [str(w.message).split(" with")[0] for w in recwarn] == ["no Gluon kernels"]
-
-
-def test_what_gluon_cannot_pass_takes_the_plain_tile(monkeypatch):
-    """An epilogue that it lacks; a residual of another dtype, pitch or address."""
-    if not has_gluon():
-        pytest.skip("triton is not installed")
-    monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
-    a, b, c = (rand(256, n, dtype=bf16, grad=False) for n in (64, 64, 264))
-    planned = partial(gemm.tile_plan, PINGPONG, a, b, transposed=True)
-    assert planned().config == planned(more=c[:, :256]).config == PINGPONG
-    for given in (
-        dict(plain=True),
-        dict(more=c[:, :256].float()),
-        dict(more=rand(256, 260, dtype=bf16, grad=False)[:, :256]),
-        dict(more=c[:, 1:257]),
-        dict(more=c[:1, :256].expand(256, 256)),
-    ):
-        assert planned(**given).config == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")

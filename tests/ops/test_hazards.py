@@ -362,10 +362,10 @@ def kept_patches():
 steps = [
     norm, attend(8, 197, 12, 64), attend(8, 577, 12, 64), attend(8, 197, 12, 80),
     attend(256, 50, 12, 32), attend(2, 197, 3, 64, torch.float32),
-    attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False), mlp(True), gated(2048, False),
-    gated(2730, False), gated(384, True), gated(2048, True), rotary(None), rotary("layer_norm"),
-    rotary("layer_norm", True), rotary(None, True), narrow, patches, patches_of_one_dtype,
-    learnt_bias, packed, skipped, kept_patches,
+    attend(16, 197, 12, 64), attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False),
+    mlp(True), gated(2048, False), gated(2730, False), gated(384, True), gated(2048, True),
+    rotary(None), rotary("layer_norm"), rotary("layer_norm", True), rotary(None, True), narrow,
+    patches, patches_of_one_dtype, learnt_bias, packed, skipped, kept_patches,
 ]
 asked = []
 for step in steps:
@@ -517,7 +517,7 @@ def unsafe_register_dots(ttgir: str) -> list[str]:
     return unsafe
 
 
-IN_TURNS = {"pingpong", "attention_fwd_pingpong", "attention_bwd_pingpong"}  # written in Gluon
+IN_TURNS = {"attention_fwd_pingpong", "attention_bwd_pingpong"}  # written in Gluon
 # P V and dP K take P and dS from registers; patch_embed casts fp32 pixels there. A kernel that is
 # not in here and has such a dot is a decision to be taken.
 REGISTER_OPERANDS = {

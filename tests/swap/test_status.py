@@ -19,8 +19,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import dispatch, recompute
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import TorchDispatchMode, collector_of
 from fastvit_kernels.runtime.plain import is_hooked
+from fastvit_kernels.runtime.triton import has_gluon
 from fastvit_kernels.swap.report import IN_GRAPHS
 from tests.model_coverage.compare import randomize
 
@@ -552,3 +554,14 @@ def test_a_status_prints_and_is_plain_data():
 def test_status_and_watch_reject(call):
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got list"):
         call([])
+
+
+@pytest.mark.skipif(not has_gluon(), reason="triton is not installed, or has another Gluon")
+def test_attention_in_gluon_is_named_on_the_gpu_that_has_it():
+    """By the report and the status, and not where nothing attends."""
+    with on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)):
+        model, norm = timm_model(), nn.Sequential(nn.LayerNorm(64))
+        for told in (fk.swap_in(model), fk.status(model)):
+            assert told.gluon and "FASTVIT_KERNELS_GLUON" in str(told)
+        assert not fk.swap_in(norm).gluon
+    assert not fk.status(model).gluon

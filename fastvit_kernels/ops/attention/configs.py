@@ -91,12 +91,13 @@ LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "modelled")}
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
-# Two groups of warps in turns, taken where `tune` finds them quicker, and there only where by the
-# model of docs/compile.md they take at least 10 % less: forward at D = 64 24 % at T = 197, 30 % at
-# 257, 12 % at 577, 9 % at 1025; at D = 128 45 % at T = 197, 36 % at 1025; backward 20 % at T = 197.
+# Two groups of warps in turns, and the T by D for which they are the default on sm_90: where by the
+# model of docs/compile.md they take at least 10 % less (docs/attention.md has the table). Elsewhere
+# they do not run. Not yet measured.
 PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
 PINGPONG_BWD = BwdForm(one_pass=True, route="gluon")
-PINGPONG_LONGEST = {32: 272, 64: 640, 128: math.inf}
+PINGPONG_FWD_TOKENS = {32: range(65, 273), 64: range(65, 641), 128: range(65, 4097)}
+PINGPONG_BWD_TOKENS = {64: range(129, 257)}
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -419,13 +420,15 @@ def _library_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
     return mask in ("none", "causal") and (on_cuda or gpu.arch == "cpu")
 
 
-def _or_library(own: Callable[..., Any], library: Any) -> Callable[..., Any]:
-    """What `own` says, or the library where LIBRARY_FROM does."""
+def _first_of(library: Any, pingpong: Any, own: Callable[..., Any], fits: Any) -> Any:
+    """The library's config where LIBRARY_FROM says so, Gluon's where it fits, else the plain."""
 
     def default(gpu: Gpu, dtype: str, D: int, tokens: int, *others: str) -> Any:
         first, _ = LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
-        by_library = tokens >= first and _library_fits(gpu, dtype, D, tokens, *others)
-        return library if by_library else own(gpu, dtype, D, tokens, *others)
+        if tokens >= first and _library_fits(gpu, dtype, D, tokens, *others):
+            return library
+        in_turns = fits(gpu, pingpong, dtype, D, tokens, *others)
+        return pingpong if in_turns else own(gpu, dtype, D, tokens, *others)
 
     return default
 
@@ -462,9 +465,16 @@ def _buffers(gpu: Gpu, num_stages: int) -> int:
     return max(1, num_stages - 1) if _is_ampere(gpu) else num_stages
 
 
-def _takes_turns(gpu: Gpu, dtype: str, mask: str) -> bool:
-    here = (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2)
-    return here and has_gluon()
+def has_turns(gpu: Gpu) -> bool:
+    """Whether attention in Gluon runs there."""
+    return gpu.arch == "sm_90" and has_gluon()
+
+
+def _takes_turns(
+    where: dict[int, range], gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
+) -> bool:
+    takes = (mask, ITEMSIZE[dtype]) == ("none", 2) and heads != "scarce"
+    return takes and tokens in where.get(D, ()) and has_turns(gpu)
 
 
 def _fwd_fits(
@@ -473,7 +483,7 @@ def _fwd_fits(
     if config.route == "library":
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
     if config.route == "gluon":
-        return 64 < tokens <= PINGPONG_LONGEST.get(D, 0) and _takes_turns(gpu, dtype, mask)
+        return _takes_turns(PINGPONG_FWD_TOKENS, gpu, dtype, D, tokens, mask, heads)
     if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
@@ -549,18 +559,17 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
     if form.route == "library":
         return _library_fits(gpu, *key)
     if form.route == "gluon":
-        dtype, D, tokens, mask, _ = key
-        return D == 64 and 128 < tokens <= 256 and _takes_turns(gpu, dtype, mask)
+        return _takes_turns(PINGPONG_BWD_TOKENS, gpu, *key)
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
 
 
 FWD_TABLE = ConfigTable(
     "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD, PINGPONG_FWD],
-    _or_library(own_fwd, LIBRARY_FWD), _fwd_fits,
+    _first_of(LIBRARY_FWD, PINGPONG_FWD, own_fwd, _fwd_fits), _fwd_fits,
 )  # fmt: skip
 BWD_TABLE = ConfigTable(
     "attention_bwd", [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD],
-    _or_library(own_bwd, LIBRARY_BWD), _bwd_fits, unrepeatable=[LIBRARY_BWD],
+    _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits), _bwd_fits, unrepeatable=[LIBRARY_BWD],
 )  # fmt: skip
 ONE_PASS_TABLE = ConfigTable(
     "attention_bwd_one_pass",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.arguments import empty, empty_strided, is_aligned
-from ...runtime.backend import Gpu, gpu
+from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import bind_launch, triton
@@ -297,7 +297,7 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
     config = FWD_TABLE.choose(gpu, *problem.key())
     if not own and problem.is_by_library(config):
         return FwdCall(None, ())
-    if config.route == "gluon" and of_qkv:
+    if config.route == "gluon" and of_qkv and not INTERPRETED:
         from .forward_pingpong import fwd_pingpong
 
         launch = fwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
@@ -321,7 +321,8 @@ class BwdCall(NamedTuple):
 def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
     """Whether the Gluon kernel computes the backward of packed qkv; fields: those of `Problem`."""
     problem = Problem(gpu, *fields)
-    return problem.shape[3] == 64 and BWD_TABLE.choose(problem.gpu, *problem.key()).route == "gluon"
+    form = BWD_TABLE.choose(problem.gpu, *problem.key())
+    return form.route == "gluon" and problem.shape[3] == 64 and not INTERPRETED
 
 
 @launch_plan

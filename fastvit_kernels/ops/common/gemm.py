@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import is_aligned, row_stride
+from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import is_autocast_on
 from ...runtime.configs import launch_plan
-from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
-from .gemm_configs import TMA_ARCHS, GemmConfig, triton_tile
+from .gemm_configs import TMA_ARCHS, GemmConfig
 
 # row blocks that are walked together, so that L2 keeps their columns of b
 GROUP_M = 8
@@ -120,7 +119,6 @@ def _readable_by_tma(
 
 
 class TilePlan(NamedTuple):
-    config: GemmConfig
     programs: int
     options: dict[str, Any]  # constexprs and launch options
     launches: dict[Any, Any]  # by kernel and its flags
@@ -135,12 +133,6 @@ def _tile_plan(
     if persistent:
         programs = min(programs, config.programs_per_sm * gpu.num_sms)
     tma = config.descriptors
-    if config.route == "gluon":
-        options = dict(
-            B_K_LAST=b_k_last, STAGES=config.num_stages, PARTS=config.subtiles,
-            num_warps=config.num_warps,
-        )  # fmt: skip
-        return TilePlan(config, programs, options, {})
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     options = dict(
         PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
@@ -150,29 +142,16 @@ def _tile_plan(
         INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
         **limit,
     )  # fmt: skip
-    return TilePlan(config, programs, options, {})
-
-
-def _passes_by_tma(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether x (..., N) is rows of this dtype that TMA can read."""
-    stride = row_stride(x.shape, x.stride())
-    if stride is None or x.dtype != dtype or not is_aligned(x):
-        return False
-    return _readable_by_tma((1, x.shape[-1]), (stride, 1), dtype.itemsize, 1)
+    return TilePlan(programs, options, {})
 
 
 def tile_plan(
-    config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False, plain: bool = False,
-    more: Tensor | None = None,
-) -> TilePlan | None:  # fmt: skip
+    config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False
+) -> TilePlan | None:
     """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
 
     None where the library has to: by its config, as TMA cannot read an operand, or as its address
     is off 16 bytes, so that the kernel would load element by element.
-
-    Args:
-        plain: the epilogue is one that the Gluon kernel does not have.
-        more: what an epilogue reads of every element, (..., N); the Gluon kernel takes it by TMA.
     """
     if config.route == "library":
         return None
@@ -190,8 +169,6 @@ def tile_plan(
         if not _readable_by_tma(b.shape, b.stride(), size, contiguous):
             return None
     (M, K), N = a.shape, b.shape[1 - k_axis]
-    if config.route == "gluon" and (plain or not (more is None or _passes_by_tma(more, a.dtype))):
-        config = triton_tile(gpu(a.device), M, N, K, DTYPE_NAMES[a.dtype])
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, precision)
 

@@ -1,9 +1,8 @@
 """Who multiplies where an epilogue follows, and with which tile: the configs of the Triton GEMMs.
 
 The "library" route is the vendor's product and one elementwise kernel, the "triton" route one GEMM
-with the epilogue inside, the "gluon" route Hopper's own (pingpong.py), taken where `tune` finds it
-quicker. A choice depends on (M bucket, N, K, dtype): M rounded up to a power of two, the dtype by
-its short name; what the epilogue does is not in it.
+with the epilogue inside. A choice depends on (M bucket, N, K, dtype): M rounded up to a power of
+two, the dtype by its short name; what the epilogue does is not in it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import torch
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
-from ...runtime.triton import has_gluon
 
 
 class GemmConfig(NamedTuple):
     """How a product with an epilogue is made. With the library's route the rest says nothing."""
 
-    route: str  # "library", "triton" or "gluon"
+    route: str  # "library" or "triton"
     block_m: int = 0
     block_n: int = 0
     block_k: int = 0
@@ -41,8 +39,6 @@ class GemmConfig(NamedTuple):
         no load runs ahead of it."""
         operands = (self.block_m + self.block_n) * self.block_k * self.num_stages * itemsize
         staged = self.block_m * self.block_n * 4 // self.subtiles if self.flatten else 0
-        if self.route == "gluon":
-            staged = 2 * self.block_m * self.block_n * itemsize
         return operands + staged + (1024 if self.descriptors else 0)
 
 
@@ -68,20 +64,15 @@ WIDE_TMA = GemmConfig(
 )  # fmt: skip
 # Of the hidden gradient: longer reads of z, half the sums over rows. 539 for 566 us by the model.
 WIDE_HIDDEN = WIDE_TMA._replace(subtiles=4)
-# Two groups of four warps with a tile each, in turns. With two parts the hidden gradient spills.
-PINGPONG = GemmConfig(
-    "gluon", 128, 128, 64, 4, 4, programs_per_sm=1, subtiles=2, descriptors=True
-)  # fmt: skip
-PINGPONG_PARTS = PINGPONG._replace(subtiles=4)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 # Roles of warps by triton itself. On sm_90 it initialises mbarriers over an operand's stage without
-# a proxy fence; PINGPONG has the roles there.
+# a proxy fence.
 BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
 
 SHARED_BY_BOTH = (
     LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, TILE_64K, TILE_FP32, SMALL_FP32,
-    TMA_TILE, TMA_NARROW, TMA_SMALL, WIDE_TMA, TMA_FP32, TMA_SMALL_FP32, PINGPONG_PARTS,
+    TMA_TILE, TMA_NARROW, TMA_SMALL, WIDE_TMA, TMA_FP32, TMA_SMALL_FP32,
 )  # fmt: skip
 # Here tiles come by TMA or the product is the library's. Tensor cores read shared memory through
 # the async proxy, cp.async writes it through the generic one, and before 3.7.1 triton puts no
@@ -153,8 +144,6 @@ def _library(*_: Any) -> GemmConfig:
 
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
     itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
-    if config.route == "gluon" and not (gpu.arch == "sm_90" and N % 8 == 0 and has_gluon()):
-        return False
     if config.route == "library" or gpu.arch == "cpu":
         return True
     if (dtype == "fp32") != (config.block_k == 32):
@@ -168,8 +157,7 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
     return config.shared(itemsize) <= gpu.shared_limit
 
 
-WITH_ROLES = (*SHARED_BY_BOTH, TMA_PAIR, PINGPONG, BLACKWELL_WS)
-FWD_TABLE = ConfigTable("linear_fwd", WITH_ROLES, _default, _fits)
+FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, BLACKWELL_WS), _default, _fits)
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", (*SHARED_BY_BOTH, WIDE_HIDDEN), _hidden_default, _fits)
 

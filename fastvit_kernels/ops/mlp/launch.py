@@ -37,19 +37,13 @@ def _hidden_gradient(
     a, b = input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
     config = HIDDEN_TABLE.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
-    plan = tile_plan(config, a, b, more=z)
+    plan = tile_plan(config, a, b)
     if plan is None:
         dact = gemm.matmul(a, b)
         return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
     dz = torch.empty_like(z)
-    partial_shape = (triton.cdiv(M, plan.config.block_m), F if sum_dz else 0)
+    partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
-    if plan.config.route == "gluon":
-        from ..common.pingpong import pingpong_launch
-
-        pointers = (None, None, None, partial if sum_dz else None)
-        pingpong_launch(plan, dz, act, a, b, z, F, pointers, 1, activation, hidden=True)
-        return dz, partial
     tile_launch(
         plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
         M, F, N, *a.stride(), *b.stride(),

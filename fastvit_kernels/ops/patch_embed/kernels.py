@@ -31,14 +31,12 @@ def _patch_embed_added_kernel(
     mask_c = offs_c < C
     offs = t * C + offs_c
     added = tl.zeros((BLOCK_C,), dtype=tl.float32)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + offs_c, mask=mask_c & (t >= num_prefix), other=0.0)
-        added += bias.to(tl.float32)
-    if HAS_PREFIX:
-        prefix = tl.load(prefix_ptr + offs, mask=mask_c & (t < num_prefix), other=0.0)
-        added += prefix.to(tl.float32)
-    if HAS_POS:
-        pos = tl.load(pos_ptr + offs - pos_start * C, mask=mask_c & (t >= pos_start), other=0.0)
+    if HAS_BIAS and t >= num_prefix:
+        added += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    if HAS_PREFIX and t < num_prefix:
+        added += tl.load(prefix_ptr + offs, mask=mask_c, other=0.0).to(tl.float32)
+    if HAS_POS and t >= pos_start:
+        pos = tl.load(pos_ptr + offs - pos_start * C, mask=mask_c, other=0.0)
         added += pos.to(tl.float32)
     tl.store(added_ptr + offs, added, mask=mask_c)
 

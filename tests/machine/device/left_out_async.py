@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.attention.configs import PINGPONG_BWD, PINGPONG_FWD
-from fastvit_kernels.ops.common.gemm_configs import PINGPONG, TMA_TILE
+from fastvit_kernels.ops.common.gemm_configs import TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.tools.aot import TARGETS
@@ -36,28 +35,13 @@ def ordering(program: Program) -> list[Op]:
 
 
 def longer() -> list[tuple[str, Recorded]]:
-    """Linear layers whose pipelines are full: one group of warps, and groups that take turns, two
-    tiles each."""
+    """A linear layer whose pipeline is full, and attention whose groups of warps take turns."""
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
-    found = [("linear in turns, K=320", one) for one in _in_turns()]
-    found += [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
+    found = [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
     with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", TMA_TILE):
         fk.linear(x, weight, activation="gelu")
     return found + [("linear, K=320", one) for one in machine.recorded or []]
-
-
-def _in_turns() -> list[Recorded]:
-    x, weight = torch.randn(200, 320).bfloat16(), torch.randn(136, 320).bfloat16()
-    residual = torch.randn(200, 136).bfloat16()
-    one_sm = Gpu("sm_90", num_sms=1, shared_limit=TARGETS["sm_90"].shared_limit)
-    with (
-        ptx_machine("sm_90", recorded=[]) as machine,
-        on_absent_gpu(one_sm),
-        forced("linear_fwd", PINGPONG),
-    ):
-        fk.linear(x, weight.requires_grad_(), activation="gelu", residual=residual)
-    return machine.recorded or []
 
 
 def _attention(D: int) -> list[Recorded]:
@@ -65,12 +49,7 @@ def _attention(D: int) -> list[Recorded]:
     x, weight, bias = torch.randn(1, 150, 32), torch.randn(9 * D, 32) * 0.2, torch.randn(9 * D)
     given = [y.bfloat16().requires_grad_(D == 64) for y in (x, weight, bias)]
     one_sm = Gpu("sm_90", num_sms=1, shared_limit=TARGETS["sm_90"].shared_limit)
-    with (
-        ptx_machine("sm_90", recorded=[]) as machine,
-        on_absent_gpu(one_sm),
-        forced("attention_fwd", PINGPONG_FWD),
-        forced("attention_bwd", PINGPONG_BWD),
-    ):
+    with ptx_machine("sm_90", recorded=[]) as machine, on_absent_gpu(one_sm):
         out = fk.qkv_attention(*given, num_heads=3)
         if D == 64:
             out.backward(torch.randn_like(out))

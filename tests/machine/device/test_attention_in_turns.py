@@ -8,7 +8,7 @@ from .test_kernels import python
 STEP = """
 import sys, torch, fastvit_kernels as fk
 from contextlib import ExitStack
-from fastvit_kernels.ops.attention.configs import PINGPONG_BWD, PINGPONG_FWD
+from fastvit_kernels.ops.attention.configs import own_bwd, own_fwd
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -34,10 +34,10 @@ found = []
 with ExitStack() as stack:
     machine = stack.enter_context(ptx_machine("sm_90", order=order))
     stack.enter_context(on_absent_gpu(Gpu("sm_90", num_sms=2, shared_limit=232448)))
-    if forward:
-        stack.enter_context(forced("attention_fwd", PINGPONG_FWD))
-    if backward:
-        stack.enter_context(forced("attention_bwd", PINGPONG_BWD))
+    if not forward:
+        stack.enter_context(forced("attention_fwd", own_fwd))
+    if not backward:
+        stack.enter_context(forced("attention_bwd", own_bwd))
     stack.enter_context(poisoned())
     for _ in range(2):
         outputs, grads = reference.run(lambda **given: function(**given, **options))

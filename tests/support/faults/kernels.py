@@ -1221,7 +1221,7 @@ PATCH_EMBED = [
     Fault(
         "patch-bias-on-prefix", "ops/patch_embed/kernels.py", "_patch_embed_added_kernel",
         "the bias added to prefix tokens too",
-        "mask=mask_c & (t >= num_prefix)", "mask=mask_c",
+        "if HAS_BIAS and t >= num_prefix:", "if HAS_BIAS:",
     ),
     Fault(
         "patch-position-start", "ops/patch_embed/kernels.py", "_patch_embed_added_kernel",
@@ -1328,39 +1328,59 @@ PATCH_EMBED = [
 # What compiled code alone can show: the machine of tests/machine/device notices.
 COMPILED = [
     Fault(
-        "turns-first", "ops/common/pingpong.py", "_multiply",
-        "the second group begins when the first does",
-        "phase ^ 1 ^ GROUP_OF", "phase ^ 1",
-    ),
-    Fault(
-        "turns-passed-on", "ops/common/pingpong.py", "_multiply",
+        "turns-passed-on", "ops/attention/forward_pingpong.py", "_chunk",
         "the tensor cores never passed on to the other group",
         "mbarrier.arrive(turns.index(1 - GROUP_OF), count=1)", "pass",
     ),
     Fault(
-        "turns-slot-early", "ops/common/pingpong.py", "_multiply",
-        "a slot given back while its product may still read it",
-        "multiply_wait(1, deps=[acc])", "multiply_wait(2, deps=[acc])",
+        "turns-landed", "ops/attention/forward_pingpong.py", "_chunk",
+        "values multiplied before they have landed",
+        "mbarrier.wait(v_full.index(slot), phase)", "pass",
     ),
     Fault(
-        "turns-others-slots", "ops/common/pingpong.py", "_multiply",
-        "the other group's slots not skipped",
-        "step += steps", "pass",
+        "turns-slot-early", "ops/attention/forward_pingpong.py", "_attend",
+        "keys given back while the group has tiles left",
+        "count=1, pred=done", "count=1",
     ),
     Fault(
-        "turns-landed", "ops/common/pingpong.py", "_multiply",
-        "one part of the residual waited for",
-        "PARTS * more.block_type.nbytes", "more.block_type.nbytes",
+        "turns-past-end", "ops/attention/forward_pingpong.py", "_chunk",
+        "keys past T seen",
+        's = gl.where(seen[None, :], s, float("-inf"))', "pass",
     ),
     Fault(
-        "turns-buffer-read", "ops/common/pingpong.py", "_multiply",
+        "turns-buffer-read", "ops/attention/forward_pingpong.py", "_pass_out",
         "the buffer written while TMA may still read it",
-        "store_wait(0)  # the buffers' last tile has been read", "pass",
+        "store_wait(0)", "pass",
     ),
     Fault(
-        "turns-fence", "ops/common/pingpong.py", "_pass_out",
+        "turns-fence", "ops/attention/forward_pingpong.py", "_pass_out",
         "no fence between a tile's stores and TMA",
         "fence()", "pass",
+    ),
+    Fault(
+        "turns-used", "ops/attention/backward_pingpong.py", "_key_tile",
+        "p and ds written while products still read them",
+        "mbarrier.wait(used.index(0), turn & 1 ^ 1)", "pass",
+    ),
+    Fault(
+        "turns-made", "ops/attention/backward_pingpong.py", "_key_tile",
+        "dv and dk of the other group's former p and ds",
+        "mbarrier.wait(made.index(0), turn & 1 ^ 1)", "pass",
+    ),
+    Fault(
+        "turns-delta", "ops/attention/backward_pingpong.py", "_weights",
+        "ds without delta",
+        "(dp - delta[:, None])", "dp",
+    ),
+    Fault(
+        "turns-dk-scale", "ops/attention/backward_pingpong.py", "_store_grad",
+        "dk without the scale",
+        "if GROUP_OF == 1:", "if GROUP_OF == 2:",
+    ),
+    Fault(
+        "turns-column-sums", "ops/attention/backward_pingpong.py", "_grads",
+        "the bias gradient of q without the scale",
+        "_column_sums(dq0 + dq1) * scale", "_column_sums(dq0 + dq1)",
     ),
     Fault(
         "attention-fence", "ops/attention/tiles.py", "fence_async",
