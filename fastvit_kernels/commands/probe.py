@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)"
     )
-    options.add_json(parser)
+    options.add(parser, "--json")
 
 
 def feature_model(settings: Settings) -> nn.Module:
