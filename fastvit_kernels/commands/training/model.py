@@ -138,7 +138,10 @@ def load_into(model: nn.Module, source: str) -> str:
             _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
         )
         if isinstance(model, VisionTransformer):
-            report = load_weights(model, _without_other_head(found, model))
+            # Without a classifier of another number of classes, whatever its family calls it.
+            count: Any = getattr(model.head, "out_features", 0)
+            found = {n: v for n, v in found.items() if not HEAD.search(n) or len(v) == count}
+            report = load_weights(model, found)
             loaded, missing = report.loaded, report.missing
         else:
             loaded, missing = _load_host(model, found)
@@ -149,12 +152,6 @@ def load_into(model: nn.Module, source: str) -> str:
         )
     new = sorted({n.rpartition(".")[0] for n in missing})
     return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
-
-
-def _without_other_head(found: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
-    """Without a classifier of another number of classes, whatever its family calls it."""
-    count: Any = getattr(model.head, "out_features", 0)
-    return {n: v for n, v in found.items() if not HEAD.search(n) or len(v) == count}
 
 
 def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
