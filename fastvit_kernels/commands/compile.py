@@ -78,10 +78,6 @@ def _compile(args: argparse.Namespace, share: Share = WHOLE) -> dict[str, list[K
     return {arch: compile_step(step, TARGETS[arch], share) for arch in args.arch or [_arch_here()]}
 
 
-def _cells(k: Kernel) -> tuple[str, ...]:
-    return k.kernel, k.config, k.dtypes, str(k.shared), f"{k.seconds:.2f}"
-
-
 def run(args: argparse.Namespace) -> int:
     """Compile and print; the exit status."""
     try:
@@ -98,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     for arch, kernels in compiled.items():
         what = "training" if args.train else "inference"
         print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}\n")
-        print(aligned([header, *map(_cells, kernels)]), end="\n\n")
+        rows = [(k.kernel, k.config, k.dtypes, str(k.shared), f"{k.seconds:.2f}") for k in kernels]
+        print(aligned([header, *rows]), end="\n\n")
     problems = [text for kernels in compiled.values() for k in kernels for text in k.problems()]
     print(*problems, sep="\n", end="\n" if problems else "")
     return 0

@@ -182,19 +182,6 @@ def source_folder(source: str) -> Path:
     return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a repository's folder, all shards where it has several."""
-    names = ("model.safetensors", "pytorch_model.bin")
-    for name in names:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-            return [folder / shard for shard in sorted(shards)]
-    raise CommandError(f"{folder} holds none of {', '.join(names)}")
-
-
 def input_shape(model: nn.Module, img_size: int | None = None) -> tuple[int, int, int]:
     """(channels, height, width) of the images that a model of `build_model` takes.
 

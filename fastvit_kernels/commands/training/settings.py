@@ -114,12 +114,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mnist": dict(
         model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
     ),
-}
-for _kind in ("folder", "webdataset", "hf"):
-    DEFAULTS[_kind] = dict(
+    "folder": dict(
         model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
         warmup_epochs=5, in_memory=False,
-    )  # fmt: skip
+    ),
+}  # fmt: skip
+DEFAULTS |= dict.fromkeys(("webdataset", "hf"), DEFAULTS["folder"])
 
 
 def flag_of(setting: str) -> str:

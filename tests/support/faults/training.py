@@ -963,12 +963,6 @@ FAULTS: list[Fault] = [
         only=(_STREAMING + "test_a_broken_image_of_a_shard_is_named_once",),
     ),
     Fault(
-        "train-shards-first", MODELS, "", "one shard of weights is read",
-        "[folder / shard for shard in sorted(shards)]",
-        "[folder / shard for shard in sorted(shards)[:1]]",
-        only=(_FINETUNE + "test_where_the_cache_is",),
-    ),
-    Fault(
         "train-knn-metric", PROBE, "", "neighbours by distance",
         'metric="cosine", ', "",
         only=(_PROBE + "test_neighbours_are_near_by_angle",),
