@@ -700,7 +700,7 @@ def test_the_average_of_a_swapped_model_reads_its_own_weights(tmp_path):
 def test_the_seed_draws_weights_split_and_order(tmp_path, all_digits):
     def drawn(seed):
         settings = make_settings({"seed": seed}, torch.device("cpu"))
-        images = data.load(settings, lambda *_: None)
+        images = data.load(settings)
         own = data.InMemory(images, settings)
         run = training.Run(settings, own, torch.device("cpu"), tmp_path)
         source = _small_run(tmp_path, seed=seed).source  # of one split, whatever the seed

@@ -38,7 +38,7 @@ def stratified_split(labels: Tensor, held_out: float, seed: int) -> tuple[Tensor
 class _Numbered:
     """Images by number; a number has a name, a label and a place."""
 
-    places: Sequence[Any]
+    places: Any
     labels: list[int]
 
     def __len__(self) -> int:
@@ -51,10 +51,12 @@ class _Numbered:
 
 @dataclass
 class Files(_Numbered):
-    """Images in files or in tar shards; their places are of Place.
+    """Images in files or in tar shards.
 
     Places of shards are read once: the images of a step then come from anywhere in any shard.
     """
+
+    places: list[Place]
 
     def name(self, index: int) -> str:
         path, member, *_ = self.places[index]
@@ -79,6 +81,7 @@ class Files(_Numbered):
 class Rows(_Numbered):
     """Rows of a split of Hugging Face's `datasets`, by the methods of Files."""
 
+    places: Sequence[int]
     split: Any
     column: str
 
