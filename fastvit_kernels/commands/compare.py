@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
     options.add(parser, "--batch", default=64)
     options.add(parser, "--img-size", "--dtype", "--device")
-    options.add_step(parser)
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     add("--compile", action="store_true", help="torch.compile beside both")
     add("--max-autotune", action="store_true", help="its mode max-autotune beside both; minutes")
     add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--batch", default=256)
     options.add(parser, "--dtype", default="bf16")
     options.add(parser, "--img-size", "--json")
-    options.add_step(parser)
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     parser.add_argument(
         "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N", default=1,
         help="processes that compile (default 1)",

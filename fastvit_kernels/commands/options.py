@@ -70,6 +70,13 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--batch": dict(type=positive(int), metavar="IMAGES", help="images a step"),
     "--dtype": dict(choices=tuple(DTYPES), help="of autocast; fp32: no autocast"),
+    "--train": dict(
+        dest="train", action="store_true", default=True, help="forward, loss and backward (default)"
+    ),
+    "--infer": dict(
+        dest="train", action="store_false", default=argparse.SUPPRESS,
+        help="the forward alone, without gradients",
+    ),
     "--device": dict(
         type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N (default cuda where there is one)"
     ),
@@ -87,19 +94,6 @@ def add(parser: Any, *flags: str, **changes: Any) -> None:
         if "default" in changes:
             how["help"] += f" (default {changes['default']})"
         parser.add_argument(flag, **how)
-
-
-def add_step(parser: Any) -> None:
-    """`--train` or `--infer`, in arguments.train."""
-    step = parser.add_mutually_exclusive_group()
-    step.add_argument(
-        "--train", dest="train", action="store_true", default=True,
-        help="forward, loss and backward (default)",
-    )  # fmt: skip
-    step.add_argument(
-        "--infer", dest="train", action="store_false", default=argparse.SUPPRESS,
-        help="the forward alone, without gradients",
-    )  # fmt: skip
 
 
 def chosen_device(arguments: argparse.Namespace) -> torch.device:

@@ -158,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--batch", default=256)
     options.add(parser, "--dtype", default="bf16")
     options.add(parser, "--img-size", "--device")
-    options.add_step(parser)
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     both = "measure modules beside their hosts too, and write both for swap_in(choices=FILE)"
     options.add(parser, "--out", metavar="FILE", help=both)
     end = "try no further config after these; the costly kernels come first"
