@@ -237,7 +237,7 @@ def load_folder(folder: Path, img_size: int, in_chans: int, held_out: float, see
     places = [(records, i) for records in (train, rest) for i in range(len(records))]
     _check_memory(len(places), in_chans * img_size**2)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
-        images = list(pool.map(lambda p: read_image(*p, img_size, in_chans), places))
+        images = list(pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places))
     everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))
     return Dataset(everything[: len(train)], everything[len(train) :], classes)
 

@@ -984,7 +984,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-probe-score", PROBE, "", "scores of training images",
-        "classifier.score(rest, y[1].numpy())", "classifier.score(train, y[0].numpy())",
+        ".score(rest, y[1].numpy())", ".score(train, y[0].numpy())",
         only=(_PROBE + "test_both_figures_are_of_the_held_out_images",),
     ),
     Fault(
