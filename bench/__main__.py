@@ -80,19 +80,16 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
             f"--{mode}", dest="mode", action="append_const", const=mode,
             help=f"the same as --mode {mode}",
         )  # fmt: skip
-    options.add_dtype(
-        parser, ("amp", *DTYPES), action="append",
-        help="amp: fp32 parameters under bf16 autocast; else of all tensors",
-    )  # fmt: skip
+    amp = "amp: fp32 parameters under bf16 autocast; else of all tensors"
+    options.add(parser, "--dtype", choices=("amp", *DTYPES), action="append", help=amp)
     parser.add_argument("--provider", action="append", help="may be given several times")
     parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
     if name == "vit":
-        options.add_model(parser, None, "in place of the plan's models")
-        options.add_batch(parser)
-        options.add_img_size(parser)
-    options.add_device(parser)
-    options.add_budget(parser, "measure no further case after these")
-    options.add_out(parser, "folder of the results (default bench-out)")
+        options.add(parser, "--model", help=f"{options.NAMES} (in place of the plan's models)")
+        options.add(parser, "--batch", "--img-size")
+    options.add(parser, "--device")
+    options.add(parser, "--time-budget", help="measure no further case after these")
+    options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     # processes before this one that lost the GPU and measured nothing
     parser.add_argument(

@@ -333,10 +333,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
         help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
     )  # fmt: skip
-    options.add_out(parser, "folder of the results (default bench-out)")
+    options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="go on with what --out has")
     parser.add_argument("--dry-run", action="store_true", help="print the stages and run nothing")
-    options.add_device(parser)
+    options.add(parser, "--device")
 
 
 def jobs() -> int:
@@ -464,8 +464,9 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
         help="processes at once",
     )  # fmt: skip
-    options.add_budget(parser, "what still runs after these is stopped")
-    options.add_out(parser, "a folder that remembers which cases have run on this machine")
+    options.add(parser, "--time-budget", help="what still runs after these is stopped")
+    done = "a folder that remembers which cases have run on this machine"
+    options.add(parser, "--out", help=done)
     parser.set_defaults(device=None)
 
 

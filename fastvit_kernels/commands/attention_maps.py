@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", type=Path, required=True, metavar="FILE",
         help="checkpoint.pt or weights.pth of `train`, or weights of --model",
     )  # fmt: skip
-    options.add_model(parser, None, "not needed with what `train` wrote")
+    options.add(parser, "--model", help=f"{options.NAMES} (not needed with what `train` wrote)")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE",
         help="an argument for --model by its library's own name, such as num_classes=21843",
     )  # fmt: skip
-    options.add_out(parser, "where the PNGs go (default attention-maps)", Path("attention-maps"))
+    options.add(parser, "--out", help="where the PNGs go", default=Path("attention-maps"))
 
 
 def _overrides(options: list[str]) -> dict[str, Any]:

@@ -28,10 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels compare`."""
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
-    options.add_batch(parser, 64)
-    options.add_img_size(parser)
-    options.add_dtype(parser)
-    options.add_step(parser)
+    options.add(parser, "--batch", default=64)
+    options.add(parser, "--img-size", "--dtype", "--device")
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     add("--compile", action="store_true", help="torch.compile beside both")
     add("--max-autotune", action="store_true", help="its mode max-autotune beside both; minutes")
     add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
@@ -39,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep-tokens", type=sweep.tokens, metavar="T,T,...",
         help="time attention at these lengths, such as 197,257,577,1025,2305, and no model",
     )  # fmt: skip
-    options.add_budget(parser, "for the turns of all ways (default 10)")
-    options.add_device(parser)
-    options.add_out(parser, "write a CSV and a picture there")
+    options.add(parser, "--time-budget", help="for the turns of all ways", default=10.0)
+    options.add(parser, "--out", help="write a CSV and a picture there")
 
 
 def images_of(arguments: argparse.Namespace, shape: tuple[int, int, int]) -> Tensor:
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The command: 1 where the swapped model breaks the 2x rule or a way fails."""
     device = options.chosen_device(arguments)
     dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    seconds = arguments.time_budget or 10.0
+    seconds = arguments.time_budget
     torch.manual_seed(0)
     if arguments.sweep_tokens:
         with refusing("--sweep-tokens", torch.OutOfMemoryError):

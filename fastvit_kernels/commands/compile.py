@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..runtime.backend import gpu
-from ..tools.aot import TARGETS, CompileError, Kernel, Share, compile_step
+from ..tools.aot import TARGETS, WHOLE, CompileError, Kernel, Share, compile_step
 from . import options
 from .console import CommandError, aligned
 from .models import fused_model, input_shape, run_step
@@ -30,12 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arch", nargs="+", choices=list(TARGETS), metavar="ARCH",
         help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",
     )  # fmt: skip
-    options.add_model(parser)
-    options.add_img_size(parser)
-    options.add_batch(parser, 256)
-    options.add_step(parser)
-    options.add_dtype(parser, default="bf16")
-    options.add_json(parser)
+    options.add(parser, "--model", default=options.MODEL)
+    options.add(parser, "--batch", default=256)
+    options.add(parser, "--dtype", default="bf16")
+    options.add(parser, "--img-size", "--json")
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     parser.add_argument(
         "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N", default=1,
         help="processes that compile (default 1)",
@@ -58,12 +57,6 @@ def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Call
     return step
 
 
-def _step(args: argparse.Namespace) -> Callable[[], None]:
-    with torch.device("meta"):
-        model = fused_model(args.model, img_size=args.img_size)
-    return model_step(model, args.batch, args.dtype, train=args.train)
-
-
 def _arch_here() -> str:
     """The target that this machine's GPU is, so that its launches find what is compiled."""
     if torch.cuda.is_available():
@@ -73,24 +66,16 @@ def _arch_here() -> str:
     return "sm_90"
 
 
-def _fill_cache(args: argparse.Namespace, arch: str, share: Share) -> None:
-    compile_step(_step(args), TARGETS[arch], share)
-
-
-def _compile(args: argparse.Namespace) -> dict[str, list[Kernel]]:
-    """The kernels of each target; with several processes each first compiles its share."""
-    archs = args.arch or [_arch_here()]
-    step = _step(args)  # a mistake is found before processes start
-    if args.jobs > 1:
+def _compile(args: argparse.Namespace, share: Share = WHOLE) -> dict[str, list[Kernel]]:
+    """The kernels of this share for each target; with several processes each first does one."""
+    with torch.device("meta"):
+        model = fused_model(args.model, img_size=args.img_size)
+    step = model_step(model, args.batch, args.dtype, train=args.train)
+    if share is WHOLE and args.jobs > 1:  # a mistake has been found before processes start
         with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-            shares = [(arch, Share(i, args.jobs)) for arch in archs for i in range(args.jobs)]
-            for done in [pool.submit(_fill_cache, args, *share) for share in shares]:
-                done.result()
-    return {arch: compile_step(step, TARGETS[arch]) for arch in archs}
-
-
-def _cells(k: Kernel) -> tuple[str, ...]:
-    return k.kernel, k.config, k.dtypes, str(k.shared), f"{k.seconds:.2f}"
+            shares = [Share(i, args.jobs) for i in range(args.jobs)]
+            list(pool.map(functools.partial(_compile, args), shares))
+    return {arch: compile_step(step, TARGETS[arch], share) for arch in args.arch or [_arch_here()]}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     for arch, kernels in compiled.items():
         what = "training" if args.train else "inference"
         print(f"{arch}: {args.model}, batch {args.batch}, {args.dtype}, {what}\n")
-        print(aligned([header, *map(_cells, kernels)]), end="\n\n")
+        rows = [(k.kernel, k.config, k.dtypes, str(k.shared), f"{k.seconds:.2f}") for k in kernels]
+        print(aligned([header, *rows]), end="\n\n")
     problems = [text for kernels in compiled.values() for k in kernels for text in k.problems()]
     print(*problems, sep="\n", end="\n" if problems else "")
     return 0

@@ -32,11 +32,10 @@ from ..runtime.dtypes import DTYPES
 from ..swap.apply import swap_in
 from .console import CommandError, refusing, require
 
-# our (and timm's) name -> the library's own
-_TORCHVISION = {"img_size": "image_size"}
-_TRANSFORMERS = {
-    "img_size": "image_size", "in_chans": "num_channels", "num_classes": "num_labels",
-}  # fmt: skip
+_RENAMED = {  # our (and timm's) name -> the library's own
+    "torchvision": {"img_size": "image_size"},
+    "hf": {"img_size": "image_size", "in_chans": "num_channels", "num_classes": "num_labels"},
+}
 
 
 def _timm(name: str, **overrides: Any) -> nn.Module:
@@ -55,7 +54,7 @@ def _torchvision(name: str, **overrides: Any) -> nn.Module:
         raise _unknown(name, names, "torchvision:")
     if overrides.pop("in_chans", 3) != 3:
         raise CommandError(f"torchvision:{name} takes images of 3 channels")
-    return models.get_model(name, weights=None, **_renamed(overrides, _TORCHVISION))
+    return models.get_model(name, weights=None, **overrides)
 
 
 def _transformers(name: str, **overrides: Any) -> nn.Module:
@@ -64,25 +63,20 @@ def _transformers(name: str, **overrides: Any) -> nn.Module:
         MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
     )
 
-    settings = _renamed(overrides, _TRANSFORMERS)
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if file.is_file():
         content = json.loads(file.read_text())
         if not isinstance(content, dict) or content.get("model_type") not in CLASSIFIERS:
             raise CommandError(f"{file} is no config of an image classifier of transformers")
-        config = AutoConfig.for_model(**{**content, **settings})
+        config = AutoConfig.for_model(**{**content, **overrides})
     elif name in CLASSIFIERS:
-        config = AutoConfig.for_model(name, **settings)
+        config = AutoConfig.for_model(name, **overrides)
     else:
         raise _unknown(name, CLASSIFIERS, "hf:", "; no file of that name either")
     return AutoModelForImageClassification.from_config(config)
 
 
 _HOSTS = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
-
-
-def _renamed(overrides: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(k, k): v for k, v in overrides.items()}
 
 
 def _unknown(name: str, names: Iterable[str], host: str = "", more: str = "") -> CommandError:
@@ -149,7 +143,8 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
         package = "transformers" if host == "hf" else host
         define_torchvision_operators()  # timm and transformers import torchvision too
         require(package, package)
-        return _HOSTS[host](rest, **overrides)
+        names = _RENAMED.get(host, {})
+        return _HOSTS[host](rest, **{names.get(k, k): v for k, v in overrides.items()})
 
 
 def fused_model(name: str, **overrides: Any) -> nn.Module:
@@ -180,19 +175,6 @@ def source_folder(source: str) -> Path:
     """The folder of hf:NAME: one on the disk, or a repository in the cache."""
     name = source.partition(":")[2]
     return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of weights in a repository's folder, all shards where it has several."""
-    names = ("model.safetensors", "pytorch_model.bin")
-    for name in names:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-            return [folder / shard for shard in sorted(shards)]
-    raise CommandError(f"{folder} holds none of {', '.join(names)}")
 
 
 def input_shape(model: nn.Module, img_size: int | None = None) -> tuple[int, int, int]:

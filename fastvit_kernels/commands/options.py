@@ -6,7 +6,7 @@ A command takes those it needs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,57 +62,38 @@ def _device(text: str) -> str:
     return text
 
 
-def add_model(parser: Any, default: str | None = MODEL, help: str = "") -> None:
-    """`--model NAME`, a name for `models.build_model`."""
-    text = help or (f"default {default}" if default else "")
-    text = NAMES + (f" ({text})" if text else "")
-    parser.add_argument("--model", metavar="NAME", default=default, help=text)
-
-
-def add_img_size(parser: Any) -> None:
-    parser.add_argument(
-        "--img-size", type=positive(int, MOST_PIXELS),
-        metavar="PIXELS", help="side of the square images (default: the model's)",
-    )  # fmt: skip
-
-
-def add_batch(parser: Any, default: int | None = None, dest: str = "batch") -> None:
-    parser.add_argument(
-        "--batch", dest=dest, type=positive(int),
-        metavar="IMAGES", default=default,
-        help="images a step" + (f" (default {default})" if default else ""),
-    )  # fmt: skip
-
-
-def add_dtype(
-    parser: Any, choices: Sequence[str] = tuple(DTYPES), default: str | None = None,
-    help: str = "of autocast; fp32: no autocast", dest: str = "dtype", **settings: Any,
-) -> None:  # fmt: skip
-    """`--dtype`, of autocast where the parameters are fp32."""
-    text = help + (f" (default {default})" if default else "")
-    parser.add_argument(
-        "--dtype", dest=dest, choices=choices, default=default, help=text, **settings
-    )
-
-
-def add_step(parser: Any) -> None:
-    """`--train` or `--infer`, in arguments.train."""
-    step = parser.add_mutually_exclusive_group()
-    step.add_argument(
-        "--train", dest="train", action="store_true", default=True,
-        help="forward, loss and backward (default)",
-    )  # fmt: skip
-    step.add_argument(
-        "--infer", dest="train", action="store_false", default=argparse.SUPPRESS,
+FLAGS: dict[str, dict[str, Any]] = {
+    "--model": dict(metavar="NAME", help=NAMES),
+    "--img-size": dict(
+        type=positive(int, MOST_PIXELS), metavar="PIXELS",
+        help="side of the square images (default: the model's)",
+    ),
+    "--batch": dict(type=positive(int), metavar="IMAGES", help="images a step"),
+    "--dtype": dict(choices=tuple(DTYPES), help="of autocast; fp32: no autocast"),
+    "--train": dict(
+        dest="train", action="store_true", default=True, help="forward, loss and backward (default)"
+    ),
+    "--infer": dict(
+        dest="train", action="store_false", default=argparse.SUPPRESS,
         help="the forward alone, without gradients",
-    )  # fmt: skip
+    ),
+    "--device": dict(
+        type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N (default cuda where there is one)"
+    ),
+    "--seed": dict(type=within(int, 0, 2**32 - 1), metavar="SEED"),
+    "--json": dict(action="store_true", help="print JSON and nothing else"),
+    "--out": dict(type=Path, metavar="DIR"),
+    "--time-budget": dict(type=positive(float), metavar="SECONDS"),
+}  # fmt: skip
 
 
-def add_device(parser: Any) -> None:
-    parser.add_argument(
-        "--device", type=_device, metavar="DEVICE",
-        help="cpu, cuda or cuda:N (default cuda where there is one)",
-    )  # fmt: skip
+def add(parser: Any, *flags: str, **changes: Any) -> None:
+    """Add these of FLAGS; `changes` stand over what is said there, and help names a default."""
+    for flag in flags:
+        how = FLAGS[flag] | changes
+        if "default" in changes:
+            how["help"] += f" (default {changes['default']})"
+        parser.add_argument(flag, **how)
 
 
 def chosen_device(arguments: argparse.Namespace) -> torch.device:
@@ -138,19 +119,3 @@ def require_kernels(device: torch.device, dtype: str | None = None) -> None:
     """Raises: CommandError where the kernels cannot run on this device, in this dtype."""
     if (reason := kernels_reason(device, dtype)) is not None:
         raise CommandError(f"the kernels cannot run here: {reason}")
-
-
-def add_seed(parser: Any, help: str) -> None:
-    parser.add_argument("--seed", type=within(int, 0, 2**32 - 1), metavar="SEED", help=help)
-
-
-def add_json(parser: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-
-
-def add_out(parser: Any, help: str, default: Path | None = None, metavar: str = "DIR") -> None:
-    parser.add_argument("--out", type=Path, metavar=metavar, default=default, help=help)
-
-
-def add_budget(parser: Any, help: str) -> None:
-    parser.add_argument("--time-budget", type=positive(float), metavar="SECONDS", help=help)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)"
     )
-    options.add_json(parser)
+    options.add(parser, "--json")
 
 
 def feature_model(settings: Settings) -> nn.Module:
@@ -90,11 +90,10 @@ def score(x: list[Tensor], y: list[Tensor], neighbours: int, seed: int) -> dict[
     regression = linear.LogisticRegression(max_iter=1000, random_state=seed)
     probe = pipeline.make_pipeline(scaler.StandardScaler(), regression)
     train, rest = (part.numpy() for part in x)
-    results = {}
-    for name, classifier in (("knn", knn), ("linear", probe)):
-        classifier.fit(train, y[0].numpy())
-        results[name] = float(classifier.score(rest, y[1].numpy()))
-    return results
+    return {
+        name: float(classifier.fit(train, y[0].numpy()).score(rest, y[1].numpy()))
+        for name, classifier in (("knn", knn), ("linear", probe))
+    }
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check", action=argparse.BooleanOptionalAction, default=True,
         help="first compare our kernels with PyTorch on one batch (default on)",
     )  # fmt: skip
-    options.add_out(parser, "run folder (default runs/<data>, or runs/<data>-2, ...)")
+    options.add(parser, "--out", help="run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
 

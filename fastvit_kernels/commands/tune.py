@@ -154,17 +154,15 @@ def clear(here: Gpu) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `fastvit-kernels tune`."""
-    options.add_model(parser)
-    options.add_img_size(parser)
-    options.add_batch(parser, 256)
-    options.add_step(parser)
-    options.add_dtype(parser, default="bf16")
-    options.add_device(parser)
-    options.add_out(
-        parser, "measure modules beside their hosts too, and write both for swap_in(choices=FILE)",
-        metavar="FILE",
-    )  # fmt: skip
-    options.add_budget(parser, "try no further config after these; the costly kernels come first")
+    options.add(parser, "--model", default=options.MODEL)
+    options.add(parser, "--batch", default=256)
+    options.add(parser, "--dtype", default="bf16")
+    options.add(parser, "--img-size", "--device")
+    options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
+    both = "measure modules beside their hosts too, and write both for swap_in(choices=FILE)"
+    options.add(parser, "--out", metavar="FILE", help=both)
+    end = "try no further config after these; the costly kernels come first"
+    options.add(parser, "--time-budget", help=end)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--show", action="store_true", help="print this GPU's table")
     what.add_argument("--clear", action="store_true", help="remove this GPU's table")

@@ -59,10 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--case-timeout", type=options.positive(float), metavar="SECONDS", default=CASE_TIMEOUT,
         help=f"of silence, after which a process of --jobs is killed (default {CASE_TIMEOUT:.0f})",
     )  # fmt: skip
-    options.add_budget(
-        parser, f"run nothing more after these; the exit status is {CUT_SHORT} if that left "
-        "something out",
-    )  # fmt: skip
+    cut = f"run nothing more after these; the exit status is {CUT_SHORT} if that left something out"
+    options.add(parser, "--time-budget", help=cut)
     add(
         "--keep", type=Path, metavar="FILE",
         help="write each result to FILE; what FILE has is not run again with the same sources",

@@ -299,7 +299,7 @@ def test_what_compile_is_told_reaches_the_step(monkeypatch, capsys):
     )  # fmt: skip
     monkeypatch.setattr(command, "model_step", model_step)
     large = replace(kernel, config="BLOCK_M=256 w8 s3", shared=232449)
-    monkeypatch.setattr(command, "compile_step", lambda step, target: [kernel, large])
+    monkeypatch.setattr(command, "compile_step", lambda step, target, share: [kernel, large])
     words = ["compile", "--model", "vit_mnist", "--img-size", "8", "--batch", "3", "--infer"]
     assert cli.main([*words, "--arch", "sm_90", "--dtype", "fp16"]) == 0
     out = capsys.readouterr().out

@@ -104,14 +104,14 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
 def test_the_digest_of_each_kind_of_records(tmp_path):
     place, other = (tmp_path / "a.png", "", 0, 7), (tmp_path / "b.png", "", 0, 7)
     whole = Files([place, other], [0, 1])
-    rows = Rows(SimpleNamespace(_fingerprint="a"), "image", range(2), [0, 1])
+    rows = Rows(range(2), [0, 1], SimpleNamespace(_fingerprint="a"), "image")
     kinds = [
         whole, Files([other, place], [0, 1]), Files([place, other], [0, 0]),
         Files([(*place[:3], 8), other], [0, 1]), Files([place, (*other[:2], 9, 7)], [0, 1]),
         Files([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part([0]), whole.part([1]),
-        rows, Rows(SimpleNamespace(_fingerprint="b"), "image", range(2), [0, 1]),
-        Rows(rows.split, "image", range(2), [1, 1]), rows.part([0]), rows.part([1]),
-        Rows(rows.split, "image", [1], [0]),
+        rows, Rows(range(2), [0, 1], SimpleNamespace(_fingerprint="b"), "image"),
+        Rows(range(2), [1, 1], rows.split, "image"), rows.part([0]), rows.part([1]),
+        Rows([1], [0], rows.split, "image"),
     ]  # fmt: skip
     digests = [kind.digest() for kind in kinds]
     assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]
@@ -124,7 +124,7 @@ def _checkpoint(path, epochs):
 
 
 def test_which_folder_a_run_takes(tmp_path, monkeypatch):
-    """The first that is free; the latest where it goes on; none that holds a run already."""
+    """The first that is free, none that holds a run already; where it goes on, the one named."""
     monkeypatch.chdir(tmp_path)
     cpu = torch.device("cpu")
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits")
@@ -132,6 +132,7 @@ def test_which_folder_a_run_takes(tmp_path, monkeypatch):
         _checkpoint(Path(f"runs/digits{number}/checkpoint.pt"), 1)
     Path("runs/digits-11").mkdir()  # holds no run
     assert names.open_run({}, None, False, cpu)[0] == Path("runs/digits-3")
-    assert names._latest_folder("digits") == Path("runs/digits-10")
+    with pytest.raises(CommandError, match="--resume needs --out"):
+        names.open_run({}, None, True, cpu)
     with pytest.raises(CommandError, match=r"digits-9 holds a run already .checkpoint.pt"):
         names.open_run({}, Path("runs/digits-9"), False, cpu)

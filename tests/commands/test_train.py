@@ -268,9 +268,9 @@ def test_runs_never_overwrite_each_other(tmp_path, capsys):
     assert "holds a run already" in capsys.readouterr().err
     assert (tmp_path / "runs" / "digits" / "checkpoint.pt").read_bytes() == before
 
-    assert run("--resume", "--no-check") == 0
+    assert run("--resume", "--no-check", "--out", "runs/digits-2") == 0
     assert "Resumed after epoch 1 of 1" in capsys.readouterr().out
-    assert run("--resume", "--epochs", "9") == 2
+    assert run("--resume", "--epochs", "9", "--out", "runs/digits-2") == 2
     assert "--epochs 9 differs from the 1" in capsys.readouterr().err
 
 
@@ -334,7 +334,7 @@ def _damaged(folder):
         (None, ["--lora", "2", "--compare"], "--lora and --compare"),
         (None, ["--model", "resnet50"], "unknown model 'resnet50'"),
         (None, ["--img-size", "1"], "patch_size"),
-        (None, ["--resume"], "there is no run of --data digits"),
+        (None, ["--resume"], "--resume needs --out, the folder of the run"),
         (None, ["--resume", "--out", "images"], "there is no checkpoint images/checkpoint.pt"),
         (_damaged, ["--data", "folder", "--data-dir", "images"], "cat/1.png cannot be read"),
     ],
@@ -359,7 +359,7 @@ def test_resume_needs_the_same_data(tmp_path, capsys):
     assert run("--data-dir", "runs", *again) == 2
     assert "--data-dir" in capsys.readouterr().err
     Image.new("RGB", (9, 9), (7, 7, 7)).save(tmp_path / "images" / "cat" / "0.png")
-    assert run("--data", "folder", "--resume") == 2
+    assert run("--data", "folder", *again) == 2
     assert "--resume needs the same data" in capsys.readouterr().err
 
 
@@ -700,7 +700,7 @@ def test_the_average_of_a_swapped_model_reads_its_own_weights(tmp_path):
 def test_the_seed_draws_weights_split_and_order(tmp_path, all_digits):
     def drawn(seed):
         settings = make_settings({"seed": seed}, torch.device("cpu"))
-        images = data.load(settings, lambda *_: None)
+        images = data.load(settings)
         own = data.InMemory(images, settings)
         run = training.Run(settings, own, torch.device("cpu"), tmp_path)
         source = _small_run(tmp_path, seed=seed).source  # of one split, whatever the seed

@@ -45,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     device.add_argument("--only", nargs="+", default=(), metavar="NAME", help="cases with it")
     device.add_argument("--share", nargs=2, type=int, default=(0, 1), metavar=("NUMBER", "OF"))
     device.add_argument("--record", action="store_true", help="write device/ran.csv")
-    options.add_batch(rank, 256)
-    options.add_json(rank)
+    options.add(rank, "--batch", default=256)
+    options.add(rank, "--json")
     return parser
 
 

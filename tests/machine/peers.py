@@ -26,7 +26,7 @@ import torch
 
 from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
-from fastvit_kernels.commands.options import add_batch, positive
+from fastvit_kernels.commands.options import add, positive
 from fastvit_kernels.ops.attention.configs import forced_route
 from fastvit_kernels.tools.aot import TARGETS, CompileError
 
@@ -146,7 +146,7 @@ def main() -> int:
     )
     parser.add_argument("--arch", default="sm_90", choices=list(ROOFS))
     parser.add_argument("--tokens", nargs="+", type=positive(int), default=[197, 257, 577, 1025])
-    add_batch(parser, 256)
+    add(parser, "--batch", default=256)
     parser.add_argument("--heads", type=positive(int), default=12)
     parser.add_argument("--head-dim", type=positive(int), default=64)
     parser.add_argument("--tutorial", type=Path, help="triton's 06-fused-attention.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +71,6 @@ def read_settings(content: dict[str, Any], path: Path) -> Settings:
         return Settings(**content["settings"])
 
 
-def _latest_folder(name: str) -> Path:
-    def number(folder: Path) -> int:
-        return int(folder.name.removeprefix(name).lstrip("-") or 1)
-
-    pattern = re.compile(rf"{name}(-\d+)?")
-    found = [
-        path for path in Path("runs").glob("*")
-        if pattern.fullmatch(path.name) and (path / CHECKPOINT).exists()
-    ]  # fmt: skip
-    if not found:
-        raise CommandError(f"there is no run of --data {name} in runs/; name its folder with --out")
-    return max(found, key=number)
-
-
 def _resumed_settings(folder: Path, given: dict[str, Any]) -> Settings:
     settings = read_settings(load(folder / CHECKPOINT), folder / CHECKPOINT)
     for name, value in given.items():
@@ -100,13 +85,14 @@ def _resumed_settings(folder: Path, given: dict[str, Any]) -> Settings:
 def open_run(
     given: dict[str, Any], out: Path | None, resume: bool, device: torch.device
 ) -> tuple[Path, Settings]:
-    """The run folder and its settings, some of them given. Without `out` it is the first of
-    runs/NAME, runs/NAME-2, ... that is free, or the last that holds a run where one goes on."""
-    name = given.get("data", "digits")
+    """The run folder and its settings, some of them given. A new run without `out` gets the first
+    of runs/NAME, runs/NAME-2, ... that is free."""
     if resume:
-        folder = out or _latest_folder(name)
-        return folder, _resumed_settings(folder, given)
+        if out is None:
+            raise CommandError("--resume needs --out, the folder of the run")
+        return out, _resumed_settings(out, given)
     settings = make_settings(given, device)
+    name = settings.data
     folder, number = out or Path("runs") / name, 1
     while out is None and folder.exists():
         number += 1

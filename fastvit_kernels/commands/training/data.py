@@ -11,9 +11,10 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +154,11 @@ def read_idx(path: Path) -> Tensor:
 
 def _idx_file(folder: Path, name: str) -> Path:
     """`name` in folder or in its MNIST/raw (torchvision's layout), either spelling, maybe .gz."""
-    for place in (folder, folder / "MNIST" / "raw", folder / "raw"):
-        for spelling in (name, name.replace("-idx", ".idx")):
-            for suffix in ("", ".gz"):
-                path = place / (spelling + suffix)
-                if path.is_file():
-                    return path
+    spellings = (name, name.replace("-idx", ".idx"))
+    for place, spelling, suffix in product(("", "MNIST/raw", "raw"), spellings, ("", ".gz")):
+        path = folder / place / (spelling + suffix)
+        if path.is_file():
+            return path
     raise CommandError(f"{folder} has no file {name} or {name}.gz")
 
 
@@ -231,32 +231,26 @@ def _check_memory(count: int, bytes_each: int) -> None:
         )
 
 
-def load_folder(
-    folder: Path, img_size: int, in_chans: int, held_out: float, seed: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Dataset:  # fmt: skip
-    """The class folders of `records.from_folder`; progress(images read, all images)."""
+def load_folder(folder: Path, img_size: int, in_chans: int, held_out: float, seed: int) -> Dataset:
+    """The class folders of `records.from_folder`."""
     train, rest, classes = from_folder(folder, held_out, seed)
     places = [(records, i) for records in (train, rest) for i in range(len(records))]
     _check_memory(len(places), in_chans * img_size**2)
-    images = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
-        for image in pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places):
-            images.append(image)
-            progress(len(images), len(places))
+        images = list(pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places))
     everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))
     return Dataset(everything[: len(train)], everything[len(train) :], classes)
 
 
-def load(settings: Settings, progress: Callable[[int, int], None]) -> Dataset:
-    """The images of a run in memory. progress(done, total) is called while a folder is read."""
+def load(settings: Settings) -> Dataset:
+    """The images of a run in memory."""
     if settings.data == "digits":
         return load_digits(settings.img_size, settings.held_out, settings.seed)
     folder = data_folder(settings)
     if settings.data == "mnist":
         return load_idx(folder, settings.img_size)
     return load_folder(
-        folder, settings.img_size, settings.in_chans, settings.held_out, settings.seed, progress
+        folder, settings.img_size, settings.in_chans, settings.held_out, settings.seed
     )
 
 

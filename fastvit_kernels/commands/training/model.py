@@ -21,15 +21,16 @@ from ...verify.plain_vit import plain_vit
 from ...weights.files import read_file
 from ...weights.load import load_weights
 from ..console import CommandError, refusing, require
-from ..models import fused_model, snapshot, source_folder, weight_files
+from ..models import fused_model, snapshot, source_folder
 from .settings import DIGITS_VIT, Settings
 
 NARROW = 192  # embed_dim below this takes _init_narrow
 # A classifier is trained anew; everything else must fit.
 HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
 # The Linears that make queries, keys and values, by the last part of their names.
-QKV = ("qkv", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q", "k", "v")
+QKV = ["qkv", "query", "key", "value", "q_proj", "k_proj", "v_proj", "q", "k", "v"]
 UNFIT = (TypeError, ValueError, OSError, RuntimeError)  # where a file does not fit its model
+TIMM_FILES = ("model.safetensors", "pytorch_model.bin")  # of a repository; timm knows no shards
 _WRAPPERS = ("state_dict", "model", "model_ema", "teacher")
 
 
@@ -107,10 +108,11 @@ def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
         config = library.get_pretrained_cfg(name)
         if config is None or not config.hf_hub_id:
             raise CommandError(f"--weights {source}: timm knows no weights of that name")
-        found: dict[str, Tensor] = {}
-        for file in weight_files(snapshot(config.hf_hub_id)):
-            found |= tensors_in(read_file(file), source)
-        return found
+        folder = snapshot(config.hf_hub_id)
+        file = next((folder / name for name in TIMM_FILES if (folder / name).is_file()), None)
+        if file is None:
+            raise CommandError(f"{folder} holds none of {', '.join(TIMM_FILES)}")
+        return tensors_in(read_file(file), source)
     library = require("transformers", "transformers", "transformers")
     own: Any = model
     try:
@@ -138,7 +140,10 @@ def load_into(model: nn.Module, source: str) -> str:
             _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
         )
         if isinstance(model, VisionTransformer):
-            report = load_weights(model, _without_other_head(found, model))
+            # Without a classifier of another number of classes, whatever its family calls it.
+            count: Any = getattr(model.head, "out_features", 0)
+            found = {n: v for n, v in found.items() if not HEAD.search(n) or len(v) == count}
+            report = load_weights(model, found)
             loaded, missing = report.loaded, report.missing
         else:
             loaded, missing = _load_host(model, found)
@@ -149,12 +154,6 @@ def load_into(model: nn.Module, source: str) -> str:
         )
     new = sorted({n.rpartition(".")[0] for n in missing})
     return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
-
-
-def _without_other_head(found: dict[str, Tensor], model: VisionTransformer) -> dict[str, Tensor]:
-    """Without a classifier of another number of classes, whatever its family calls it."""
-    count: Any = getattr(model.head, "out_features", 0)
-    return {n: v for n, v in found.items() if not HEAD.search(n) or len(v) == count}
 
 
 def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], list[str]]:
@@ -205,14 +204,9 @@ def add_lora(model: nn.Module, rank: int) -> None:
     if isinstance(model, VisionTransformer):
         raise CommandError("--lora is for models of other libraries: --model timm:NAME or hf:TYPE")
     peft: Any = require("peft", "peft", "peft")
-    targets = [
-        name for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in QKV
-    ]  # fmt: skip
-    if not targets:
-        raise CommandError(f"--lora: no Linear of the model is called one of {', '.join(QKV)}")
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets)
-    peft.inject_adapter_in_model(config, model)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=QKV)
+    with refusing("--lora", ValueError):
+        peft.inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         if HEAD.search(name):
             parameter.requires_grad_(True)

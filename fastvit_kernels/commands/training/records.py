@@ -9,7 +9,7 @@ import hashlib
 import io
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,28 @@ def stratified_split(labels: Tensor, held_out: float, seed: int) -> tuple[Tensor
 
 
 @dataclass
-class Files:
-    """Images by number, in files or in tar shards; a number has a name, a label and a place.
+class _Numbered:
+    """Images by number; a number has a name, a label and a place."""
+
+    places: Any
+    labels: list[int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, indices: Sequence[int]) -> Any:
+        places, labels = ([of[i] for i in indices] for of in (self.places, self.labels))
+        return replace(self, places=places, labels=labels)
+
+
+@dataclass
+class Files(_Numbered):
+    """Images in files or in tar shards.
 
     Places of shards are read once: the images of a step then come from anywhere in any shard.
     """
 
     places: list[Place]
-    labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
         path, member, *_ = self.places[index]
@@ -61,38 +72,27 @@ class Files:
             file.seek(offset)
             return pillow.open(io.BytesIO(file.read(count)))
 
-    def part(self, indices: Sequence[int]) -> Files:
-        return Files([self.places[i] for i in indices], [self.labels[i] for i in indices])
-
     def digest(self) -> str:
         """Of names, sizes and labels: reading every pixel would take longer than an epoch."""
         return hashlib.sha256(repr((self.places, self.labels)).encode()).hexdigest()
 
 
 @dataclass
-class Rows:
+class Rows(_Numbered):
     """Rows of a split of Hugging Face's `datasets`, by the methods of Files."""
 
+    places: Sequence[int]
     split: Any
     column: str
-    rows: Sequence[int]
-    labels: list[int]
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def name(self, index: int) -> str:
-        return f"row {self.rows[index]}"
+        return f"row {self.places[index]}"
 
     def open(self, index: int) -> Any:
-        return self.split[self.rows[index]][self.column]
-
-    def part(self, indices: Sequence[int]) -> Rows:
-        rows, labels = ([of[i] for i in indices] for of in (self.rows, self.labels))
-        return Rows(self.split, self.column, rows, labels)
+        return self.split[self.places[index]][self.column]
 
     def digest(self) -> str:
-        content = getattr(self.split, "_fingerprint", ""), self.rows, self.labels
+        content = getattr(self.split, "_fingerprint", ""), self.places, self.labels
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
@@ -220,7 +220,7 @@ def from_datasets(folder: Path, held_out: float, seed: int) -> Found:
 
     def rows(split: Any) -> Rows:
         labels = list(split[names[0]])
-        return Rows(split, images[0], range(len(labels)), labels)
+        return Rows(range(len(labels)), labels, split, images[0])
 
     train = rows(splits["train"])
     held = next((splits[n] for n in ("validation", "val", "test") if n in splits), None)

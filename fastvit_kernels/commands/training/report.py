@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...models.vit import VisionTransformer
 from ...runtime import files
@@ -107,13 +107,8 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
     """
     loss, predicted = run.evaluate(run.learners[0])
     model = run.whole_model()
-    if model is not None:
-        _write(run, model, loss, predicted, errors, console)
-
-
-def _write(
-    run: Run, model: nn.Module, loss: float, predicted: Tensor, errors: list[Error], console: Any
-) -> None:
+    if model is None:
+        return
     last, read = run.history[-1], predicted >= 0
     confusion = confusion_matrix(
         run.source.held_out_labels[read], predicted[read], len(run.classes)

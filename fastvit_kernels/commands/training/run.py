@@ -202,14 +202,9 @@ class Run:
         self._synchronize()
         started = time.perf_counter()
         seen, waited = torch.zeros((), dtype=torch.int64), 0.0
-        batches = self.source.batches(epoch, self.processes)
-        while True:
-            asked = time.perf_counter()
-            batch = next(batches, None)
+        asked = started
+        for images, labels, weight in self.source.batches(epoch, self.processes):
             waited += time.perf_counter() - asked
-            if batch is None:
-                break
-            images, labels, weight = batch
             targets = labels
             if mix is not None and weight:
                 images, targets = mix(images, labels)
@@ -228,7 +223,8 @@ class Run:
                 loss_sum += loss.detach() * len(labels)
                 correct += (logits.detach().argmax(1) == labels).sum()
                 seen += len(labels)
-            seconds = time.perf_counter() - started
+            asked = time.perf_counter()
+            seconds = asked - started
             self.pace = (int(seen) * self.processes.world / seconds, waited / seconds)
             advance()
         for total in (loss_sum, correct, seen):
@@ -291,8 +287,7 @@ class Run:
             checkpoint.set_rng_state(before)
             result = self.train_epoch(learner, epoch, advance)
             after = after or checkpoint.rng_state()
-            held_out_loss, predicted = self.evaluate(learner)
-            result["held_out_loss"] = held_out_loss
+            result["held_out_loss"], predicted = self.evaluate(learner)
             right = (predicted == self.source.held_out_labels)[predicted >= 0]
             result["held_out_accuracy"] = right.float().mean().item()
             row.update({learner.name + key: value for key, value in result.items()})

@@ -82,13 +82,12 @@ READ = {"data", "data_dir", "in_memory", "in_chans", "held_out", "weights"}
 def add_reading(parser: Any) -> None:
     """The flags that `train` and `probe` share: images, and the model that reads them."""
     add_flags(parser, READ)
-    options.add_model(parser, None, "default: by --data or --weights")
-    options.add_img_size(parser)
-    options.add_batch(parser, dest="batch_size")
-    options.add_seed(parser, "of all that is drawn (default 0)")
+    options.add(parser, "--model", help=f"{options.NAMES} (default: by --data or --weights)")
+    options.add(parser, "--batch", dest="batch_size")
+    options.add(parser, "--seed", help="of all that is drawn (default 0)")
     precision = "of autocast; default bf16 on CUDA, else fp32"
-    options.add_dtype(parser, ("bf16", "fp32"), dest="precision", help=precision)
-    options.add_device(parser)
+    options.add(parser, "--dtype", choices=("bf16", "fp32"), dest="precision", help=precision)
+    options.add(parser, "--img-size", "--device")
     parser.add_argument(
         "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
         help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
@@ -115,12 +114,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mnist": dict(
         model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
     ),
-}
-for _kind in ("folder", "webdataset", "hf"):
-    DEFAULTS[_kind] = dict(
+    "folder": dict(
         model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
         warmup_epochs=5, in_memory=False,
-    )  # fmt: skip
+    ),
+}  # fmt: skip
+DEFAULTS |= dict.fromkeys(("webdataset", "hf"), DEFAULTS["folder"])
 
 
 def flag_of(setting: str) -> str:

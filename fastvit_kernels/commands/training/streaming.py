@@ -190,12 +190,9 @@ Source = InMemory | Streamed
 
 def open_images(settings: Settings, arguments: argparse.Namespace, console: Any) -> Source:
     """The images, in memory or to be streamed."""
-    with console.status("reading images") as status:
+    with console.status("reading images"):
         if settings.in_memory:
-            found = data.load(
-                settings, lambda done, total: status.update(f"reading images: {done} of {total}")
-            )
-            return InMemory(found, settings)
+            return InMemory(data.load(settings), settings)
         folder = data.data_folder(settings)
         records = SOURCES[settings.data](folder, settings.held_out, settings.seed)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
