@@ -163,7 +163,8 @@ class Words(Trace):
     def wants(self, function, given, options):
         (counts,) = ANY_BATCH.values()
         rest = [given[p.name] for p in function.params if p.name not in counts]
-        rest = [str(getattr(x, "dtype", x)) for x in rest if type(x) is not float]
+        rest = [getattr(x, "block_shape", x) for x in rest if type(x) is not float]  # of a map
+        rest = [str(getattr(x, "dtype", x)) for x in rest]
         words = specialisation(function, given) + str(options)
         self.launches.append((words, f"{function.__name__} {rest} {options}"))
         return False
