@@ -59,14 +59,11 @@ def _reached(start: int, successors: Sequence[Sequence[int]], without: int) -> f
 
 
 def _entries(successors: Sequence[Sequence[int]], switch: int) -> list[int]:
-    """Blocks that the switch leads to: the one after it, and each that nothing else reaches."""
-    found = [switch + 1]
-    reached = _reached(0, successors, -1)
-    for b in range(len(successors)):
-        if b not in reached:
-            found.append(b)
-            reached |= _reached(b, successors, -1)
-    return sorted(set(found))
+    """Blocks that the switch alone leads to."""
+    own = [() if b == switch else each for b, each in enumerate(successors)]
+    left = [b for b in range(len(own)) if b not in _reached(0, own, -1)]
+    inner = {b for entry in left for b in _reached(entry, own, -1) - {entry}}
+    return [b for b in left if b not in inner]
 
 
 def _waitless(ptx: Ptx) -> Ptx:
@@ -95,9 +92,10 @@ def _of_ptx(whole: Ptx) -> list[tuple[int, Ptx, frozenset[int]]]:
         blocks = _reached(entry, whole.successors, head)
         for i in blocks:
             mine.blocks[i].ops = [_cut(op, whole.place, head) for op in mine.blocks[i].ops]
-        if entry == 0:  # where the others go to the switch, at once or by a block of theirs
-            fork = next(b for b in mine.blocks if b.ops and b.ops[-1].guard and b.ops[-1].is_branch)
-            fork.ops[-1] = fork.ops[-1]._replace(guard="")
+        fork = next(b for b in mine.blocks if b.ops and b.ops[-1].guard and b.ops[-1].is_branch)
+        branch = fork.ops.pop()  # of the first group, or of those that go to the switch
+        if (entry == 0) != branch.guard.startswith("!"):
+            fork.ops.append(branch._replace(guard=""))
         to = Op("", "bra.uni", (mine.blocks[entry].label,)) if entry else RETURN
         ops = mine.blocks[at].ops
         mine.blocks[at].ops = [to if op.name.startswith("brx") else op for op in ops]

@@ -149,10 +149,10 @@ from tests.machine.examine import timed
 from tests.machine.launches import tracing
 
 with tracing(TARGETS["sm_90"]) as trace, forced("attention_fwd", PINGPONG_FWD):
-    attention(torch.empty(4, 8448, 3, 16, 128, dtype=torch.float16))
+    attention(torch.empty(16, 8448, 3, 16, 128, dtype=torch.float16))
 (launch,) = trace.launches
 assert "pingpong" in launch.kernel.kernel
-print(64 * 4 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
+print(64 * 16 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
 """
 
 
