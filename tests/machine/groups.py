@@ -92,6 +92,8 @@ def _of_ptx(whole: Ptx) -> list[tuple[int, Ptx, frozenset[int]]]:
         blocks = _reached(entry, whole.successors, head)
         for i in blocks:
             mine.blocks[i].ops = [_cut(op, whole.place, head) for op in mine.blocks[i].ops]
+        if head - 1 in blocks and entry:
+            mine.blocks[head - 1].ops.append(RETURN)  # after a branch to the switch none runs it
         fork = next(b for b in mine.blocks if b.ops and b.ops[-1].guard and b.ops[-1].is_branch)
         branch = fork.ops.pop()  # of the first group, or of those that go to the switch
         if (entry == 0) != branch.guard.startswith("!"):
