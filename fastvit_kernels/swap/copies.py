@@ -153,10 +153,8 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
                           "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
                           "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
                 widths.update(values)
-    numbers = [getattr(m, "num_heads", None) for m in modules]
-    wide = [m.embed_dim for m in modules if isinstance(m, nn.MultiheadAttention)]
-    widths.update(3 * w for w in wide)  # its packed projection is no Linear
-    heads.update(w // n for w, n in zip(wide, filter(None, numbers), strict=False))
+        if isinstance(module, nn.MultiheadAttention):
+            widths.add(3 * module.embed_dim)  # its packed projection is no Linear
     counts = {n for m in modules for n in numbers_of_heads(m)}
     widths -= counts  # what a Linear gives for each head
     if not heads:  # by the number of heads, under whatever name

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_not, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -33,6 +33,7 @@ PRIVATE = frozenset(vars(nn.Module()))  # nn.Module's own: hooks, parameters, ch
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+PLAIN = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
 # Methods that no forward depends on.
 _RESETS = ("reset_parameters", "_reset_parameters", "init_weights")
 IDLE = frozenset(("extra_repr", "set_window_size", "train", "eval", *_RESETS))
@@ -145,24 +146,9 @@ def is_rate(name: str, value: Any) -> bool:
     return named and isinstance(value, float) and 0 < value < 1
 
 
-def _hashable(name: str, value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(_hashable(name, v) for v in value)
-    if is_rate(name, value):
-        return "a rate"
-    # 1, 1.0 and True are equal, and are not the same setting
-    return (type(value), value) if _is_simple(value) else type(value)
-
-
 def is_recognised(cls: type) -> bool:
     """Whether a swapped class was found by structure: nothing was known of its host before."""
     return getattr(cls, "fused_searched", False)
-
-
-def _is_known(cls: type) -> bool:
-    """Whether a fused forward may look inside: a module of any other class is only ever called."""
-    plain = (nn.Linear, nn.Identity, nn.Dropout, *CONTAINERS)
-    return bool(level_of(cls)) or cls in plain or is_activation(cls)
 
 
 def keeps_rates(module: nn.Module) -> bool:
@@ -188,11 +174,17 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     return {n: v for n, v in own.items() if _is_simple(v)}
 
 
-def _content(value: Any) -> Any:
-    """What the key has of a setting that is no simple value."""
-    own = _inside(value)
-    simple = own is not None and tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
-    return type(value), simple
+def _hashable(name: str, value: Any, whole: bool) -> Any:
+    """What the key has of a setting; of one that is no simple value what is inside, where all
+    counts."""
+    if isinstance(value, (tuple, list)):
+        return tuple(_hashable(name, v, whole) for v in value)
+    if is_rate(name, value):
+        return "a rate"
+    if _is_simple(value):
+        return type(value), value  # 1, 1.0 and True are equal, and are not the same setting
+    own = (_inside(value) if whole else None) or {}
+    return type(value), tuple((n, repr(v)) for n, v in own.items() if _is_simple(v))
 
 
 def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
@@ -201,10 +193,7 @@ def _describe(module: nn.Module, cls: type, whole: bool) -> tuple[Any, ...]:
     if REPLICA in own:
         tensors |= {n: v for n, v in own.items() if isinstance(v, Tensor)}
         own = {n: v for n, v in own.items() if n not in tensors and n != REPLICA}
-    held = ((n, v) for n, v in own.items() if n not in PRIVATE)
-    settings = tuple(
-        (n, _hashable(n, v) if not whole or _is_simple(v) else _content(v)) for n, v in held
-    )
+    settings = tuple((n, _hashable(n, v, whole)) for n, v in own.items() if n not in PRIVATE)
     tensors = tuple((n, None if t is None else tuple(t.shape)) for n, t in sorted(tensors.items()))
     plain = cls is not nn.Linear or is_plain(module)
     absent = tuple(n for n, c in module._modules.items() if c is None)
@@ -217,22 +206,6 @@ def _drops(known: Any) -> bool:
     return not tensors and (
         host is nn.Identity or any("drop" in n or n == "p" for n, _ in settings)
     )
-
-
-class Objects:
-    """Settings of one module that are no simple values, and what configuration objects hold."""
-
-    def __init__(self, own: dict[str, Any]):
-        self.names = [n for n, v in own.items() if n not in PRIVATE and not _is_simple(v)]
-        self.found = [id(own[n]) for n in self.names]
-        inner = (_inside(own[n]) for n in self.names)
-        self.inner = [None if d is None else dict(d) for d in inner]
-
-    def hold(self, own: dict[str, Any]) -> bool:
-        values = [own.get(n) for n in self.names]
-        if [id(v) for v in values] != self.found:
-            return False
-        return all(d is None or _inside(v) == d for v, d in zip(values, self.inner, strict=True))
 
 
 class Facts:
@@ -249,12 +222,14 @@ class Facts:
         self.values: list[Any] = []
         self.settings: list[list[str]] = []  # their names
         self.asked: Asked | None = None  # of rates by the proof; None: these rates were tried alone
-        self.objects: list[tuple[int, Objects]] = []  # index in known, its other settings
+        # Settings that are no simple values: index in known, name, id, what is inside.
+        self.objects: list[tuple[int, str, int, dict[Any, Any] | None]] = []
         self.rates: dict[tuple[int, str], float] = {}  # that may decide something: place, setting
         key: list[Any] = []
         for place in places:  # grows as we go
             module, cls, within = modules[place], class_of(modules[place]), wholes[place]
-            if not within and not _is_known(cls):
+            looked_into = within or level_of(cls) or cls in PLAIN or is_activation(cls)
+            if not looked_into:  # it is only ever called
                 sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
                 key.append((names[place], cls, sizes))
                 continue
@@ -268,8 +243,9 @@ class Facts:
                 self.getters.append(itemgetter(*settings, settings[0]))  # a tuple, of one too
                 self.values.append(copy.deepcopy(self.getters[-1](own)))  # lists may change
                 self.settings.append(settings)
-            if within and (objects := Objects(own)).names:
-                self.objects.append((len(self.known), objects))
+            for n, v in own.items() if within else ():
+                if n not in PRIVATE and not _is_simple(v):
+                    self.objects.append((len(self.known), n, id(v), copy.copy(_inside(v))))
             self.known.append(place)
             self.children += module._modules
             children = [n for n, c in module._modules.items() if c is not None]
@@ -300,14 +276,10 @@ class Facts:
         described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
         above = {name.rpartition(".")[0] for name, _ in described}
         drops = {name: known[0] for name, known in described if name not in above and _drops(known)}
-
-        def without(classes: list[type], values: list[Any]) -> list[Any]:
-            pairs = zip(classes, values, strict=True)
-            return [v for c, v in pairs if c not in drops.values()]
-
         key = [(n, "drops" if n in drops else known, *more) for n, known, *more in self.key[0]]
         answers = tuple(a for a in self.answers if a is not None)
-        functions, read = without(self.classes, self.functions), without(self.readers, self.read)
+        functions = compress(self.functions, [c not in drops.values() for c in self.classes])
+        read = compress(self.read, [c not in drops.values() for c in self.readers])
         return tuple(key), tuple(functions), answers, tuple(read)
 
     def hold(self, root: nn.Module) -> bool:
@@ -336,8 +308,10 @@ class Facts:
             and read == self.read
             and [*map(_get_attribute, self.methods, self.classes)] == self.functions
         ):
-            if self.objects and not all(o.hold(own[index]) for index, o in self.objects):
-                return None
+            for index, name, found, inner in self.objects:
+                value = own[index].get(name)
+                if id(value) != found or (inner is not None and _inside(value) != inner):
+                    return None
             if self.asking and [modules[p].fused_facts() for p in self.asking] != self.answers:
                 return None
             return modules

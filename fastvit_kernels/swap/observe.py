@@ -79,9 +79,6 @@ class Observation:
         """The event that gave each value, once the run is over."""
         return {event.output: event for event in self.events}
 
-    def uses(self, number: int) -> int:
-        return sum(e.inputs.count(number) for e in self.events)
-
 
 def _first_tensor(result: Any) -> tuple[Tensor | None, int | None]:
     if isinstance(result, Tensor):
@@ -208,15 +205,12 @@ def open_parts(module: nn.Module, class_of: ClassOf) -> Iterator[tuple[str, nn.M
                 yield f"{name}.{rest}", m
 
 
-Extras = Callable[[Any, int], dict[str, Any]]  # (copy, tokens) -> arguments besides the first
-
-
-def no_more(copy: Any, tokens: int) -> dict[str, Any]:
-    return {}
+# (copy, tokens) -> arguments besides the first; None for no others
+Extras = Callable[[Any, int], dict[str, Any]] | None
 
 
 def observed(
-    module: nn.Module, class_of: ClassOf, training: bool, more: Extras = no_more
+    module: nn.Module, class_of: ClassOf, training: bool, more: Extras = None
 ) -> Observation:
     """A run of the module's own forward on a copy: on tokens, else on a grid of tokens.
 
@@ -241,9 +235,8 @@ def observed(
         x = example(copier.generator, *shape, width_of(copy)).detach().to(copier.dtype)
         x = x.movedim(-1, 1).contiguous() if channels else x
         try:
-            return _run(copy, parts, x, wanted | more(copy, shape[1]))
-        except Refused:
-            raise
+            extras = {} if more is None else more(copy, shape[1])
+            return _run(copy, parts, x, wanted | extras)
         except Foreign as error:
             raise Refused(str(error)) from error
         except Exception as error:
@@ -314,4 +307,4 @@ def extras_of_block(module: Any, class_of: ClassOf) -> list[Extras]:
 
         both = [partial(more, mask=True)] if masks and roles.mask else []
         return [*both, partial(more, mask=False)]
-    return [no_more]
+    return [None]

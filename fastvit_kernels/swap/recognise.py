@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,16 +21,17 @@ import torch
 from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
-from . import observe
+from . import hosts, observe
 from .candidates import attention_roles, mlp_roles
 from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
-from .hosts import searched
-from .hosts.attention import AttentionRoles, ways_of_rope
-from .hosts.block import BlockRoles
+from .hosts import fused
+from .hosts.attention import Attention, AttentionRoles, attention_facts, ways_of_rope
+from .hosts.block import Block, BlockRoles
 from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
-from .hosts.mlp import MlpRoles
-from .hosts.roles import LinearRoles
+from .hosts.masks import SHIFTED
+from .hosts.mlp import Mlp, MlpRoles
+from .hosts.roles import LinearRoles, MaskedLinear
 from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
 from .prove import aside, prove
 from .steps import block_roles
@@ -45,10 +46,21 @@ READINGS = {
     "added, 2 axes": ("", "keys"),
     "boolean, 2 axes": ("keys", "not keys", "", "not"),
 }
-WINDOWS = [("added, 3 axes", "windows")]  # of shifted windows, which have a table of positions
-LEARNT = {"learnt, 3 axes": ("",), "learnt, 4 axes": ("",)}  # the same of a bias of the scores
+LEARNT = (("learnt, 3 axes", ""), ("learnt, 4 axes", ""))  # a bias of the scores
 PROVEN = "proven"
 Trial = tuple[str, str]  # a candidate, and how it fared: "proven", or why not
+
+
+class RmsRoles(NormRoles):
+    """The same of an RMSNorm."""
+
+
+# What computes each kind of roles.
+MIXINS: dict[type, Any] = {
+    AttentionRoles: Attention, BlockRoles: Block, LinearRoles: MaskedLinear, MlpRoles: Mlp,
+    NormRoles: fused.LayerNorm, PathRoles: fused.DropPath, RmsRoles: fused.RmsNorm,
+    ScaleRoles: fused.LayerScale,
+}  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -63,6 +75,23 @@ class Found(NamedTuple):
 
 _found: dict[Any, Found] = {}
 _last: dict[Any, Found] = {}  # the last of those that differ by rates alone
+
+
+def recognised_class(host: type, roles: Any) -> Any:
+    """The swapped class of a host class whose parts have these roles."""
+    return hosts.make(_mixin_with(roles), host)
+
+
+@lru_cache(None, typed=True)  # roles of another kind may be equal
+def _mixin_with(roles: Any) -> Any:
+    mixin = MIXINS[type(roles)]
+    more: dict[str, Any] = {"unread": frozenset(getattr(roles, "unread", ()))}
+    more["remade"] = staticmethod(recognised_class)
+    if mixin in (Attention, Block):
+        more["facts"] = attention_facts
+    if mixin is Block:
+        more["axes"] = (3, 4)
+    return fused.row(mixin, searched=True, roles=roles, **more)
 
 
 def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
@@ -82,7 +111,7 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
         if key not in _found:
             _found[key] = search.again(_last.get(alike)) or aside(lambda: search.run(kind))
         found = _last[alike] = _found[key]
-        return found.roles and searched.recognised_class(type(module), found.roles), found
+        return found.roles and recognised_class(type(module), found.roles), found
     except Exception as error:  # a state that we cannot read is the host's business
         return None, Found(reason=f"it could not be read: {error}")
 
@@ -127,7 +156,7 @@ class Search:
         """
         begin, reason = time.process_time(), ""
         for roles in candidates:
-            cls = searched.recognised_class(type(self.module), roles)
+            cls = recognised_class(type(self.module), roles)
 
             def planned(m: nn.Module, cls: type = cls) -> type:
                 return cls if m is self.module else self.class_of(m)
@@ -197,14 +226,13 @@ class Search:
 
     def whole(self) -> Any:
         """Without planned parts: an attention or MLP, or a block with all of it inside."""
-        try:
-            return self.branch()
-        except Refused as narrow:
+        why: list[Refused] = []
+        for kind in (self.branch, self.block):
             try:
-                return self.block()
-            except Refused as wide:
-                better = isinstance(narrow, Unlike) and not isinstance(wide, Unlike)
-                raise wide if better else narrow from None
+                return kind()
+            except Refused as refused:
+                why.append(refused)
+        raise min(why, key=lambda refused: isinstance(refused, Unlike))
 
     def branch(self) -> Any:
         """An attention or an MLP."""
@@ -248,13 +276,11 @@ class Search:
         """The same with the kinds of masks that its forward reads as ours does."""
         names = arguments_of(type(self.module).forward).names[1:]
         for name in filter(is_mask, () if roles.grid else names):
-            known = READINGS if "mask" in name else LEARNT
-            if known is LEARNT:
-                both = roles._replace(mask=name, masks=tuple((kind, "") for kind in LEARNT))
-                roles = self.first([both], roles, at_size=False)
-            elif roles.table:
-                shifted = roles._replace(mask=name, masks=tuple(WINDOWS))
-                roles = self.first([shifted], roles, at_size=False)
+            learnt = "mask" not in name
+            if together := LEARNT if learnt else SHIFTED if roles.table else ():
+                several = roles._replace(mask=name, masks=together)
+                roles = self.first([several], roles, at_size=False)
+            known = dict.fromkeys(dict(LEARNT), ("",)) if learnt else READINGS
             for kind, readings in () if roles.mask else known.items():
                 more = [(*roles.masks, (kind, reading)) for reading in readings]
                 more = [roles._replace(mask=name, masks=masks) for masks in more]
@@ -267,7 +293,7 @@ class Search:
         """A residual block."""
         roles = self.first(self.blocks())
         names, defaults, _ = arguments_of(type(self.module).forward)
-        cls: Any = searched.recognised_class(type(self.module), roles)
+        cls: Any = recognised_class(type(self.module), roles)
         taken = (*cls.fused_extra_kwargs, angle_argument(self.module))
         for name in names[1:]:  # a caller may give what nothing reads
             if defaults.get(name, name) is None and name not in taken and not is_mask(name):
@@ -333,7 +359,7 @@ def _leaf_roles(module: Any) -> Iterator[Any]:
         kept = bool(eps) and _keeps_dtype(module)
         for rounded in (False, True):
             dtype = "input" if kept else "widest"
-            yield from (searched.RmsRoles(parameters[0], "", n, dtype, rounded) for n in eps)
+            yield from (RmsRoles(parameters[0], "", n, dtype, rounded) for n in eps)
         yield ScaleRoles(parameters[0])
     elif not parameters and not buffers:
         numbers = [n for n, v in own if isinstance(v, (int, float, type(None)))]
@@ -364,7 +390,7 @@ def describe(roles: Any) -> str:
         what += [f"{n} unread" for n in roles.unread]
         return f"block of {', '.join(what)}"
     told = [f"{n}={v}" for n, v in roles._asdict().items() if v not in ("", None, False, ())]
-    return f"{level_of(searched.MIXINS[type(roles)])} {' '.join(told)}"
+    return f"{level_of(MIXINS[type(roles)])} {' '.join(told)}"
 
 
 def unused(planned: dict[nn.Module, Any]) -> list[nn.Module]:

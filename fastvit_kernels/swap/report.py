@@ -287,7 +287,8 @@ class _Maker:
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
         report.rebuilt_rms += levels.count("rms_norm")
-        whole = not any(prefix + body in called for body in module.fused_bodies)
+        steps = getattr(module.fused_roles, "steps", ())
+        whole = not any(s.residual >= 0 and prefix + s.body in called for s in steps)
         report.swapped.append(Swapped(name, type(module).__name__, "block" if whole else "parts"))
         if name and self.gets_masks(name, module):
             self.leave(name, module, MASKED)
@@ -377,12 +378,7 @@ class _Maker:
         if isinstance(module, nn.LayerNorm) or issubclass(mixin, Norm):
             known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
             return 0, fused, 2 * width_of(module) * (rows > 1) if known else 0
-        if isinstance(module, Attention):
-            width = module.num_heads * module.head_dim
-        elif level_of(mixin) == "attention":
-            width = _attention_width(module, mixin)
-        else:
-            return 0, False, 0
+        width = _attention_width(module, mixin)
         flops = 4 * tokens * keys * width
         if isinstance(module, nn.MultiheadAttention):
             flops += 2 * 3 * module.embed_dim**2 * rows
@@ -469,7 +465,11 @@ def _computes_all(module: Any) -> bool:
 
 
 def _attention_width(module: Any, mixin: Any) -> int:
-    """H D of an attention module, swapped or not."""
+    """H D of an attention module, swapped or not; 0 of another."""
+    if isinstance(module, Attention):
+        return module.num_heads * module.head_dim
+    if level_of(mixin) != "attention":
+        return 0
     if isinstance(module, nn.MultiheadAttention):
         return module.embed_dim
     known: Any = module if isinstance(module, Fused) else blocks.inline(module, mixin.fused_roles)

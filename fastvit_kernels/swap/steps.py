@@ -74,18 +74,15 @@ class _Block:
         """The same with the numbers that a block's steps give their values."""
         if found[-1][0].output != self.seen.result:
             raise Refused("its result is not the end of its last branch")
-        numbers = {self.seen.first: 0} | {s.output: i + 1 for i, (s, _) in enumerate(found)}
-        if not numbers.keys() >= {s.source for s, _ in found} | {
-            s.residual for s, _ in found if s.residual >= 0
-        }:
+        numbers = {-1: -1, self.seen.first: 0}
+        numbers |= {s.output: i + 1 for i, (s, _) in enumerate(found)}
+        ends = ("output", "source", "residual")
+        if not numbers.keys() >= {getattr(s, end) for s, _ in found for end in ends}:
             raise Refused("a branch begins with a value that is none of ours")
-        renamed = []
-        for step, inlined in found:
-            output, source = numbers[step.output], numbers[step.source]
-            residual = numbers.get(step.residual, -1)
-            more = {"output": output, "source": source, "residual": residual}
-            renamed.append((step._replace(**more), inlined))
-        return renamed
+        return [
+            (step._replace(**{end: numbers[getattr(step, end)] for end in ends}), inlined)
+            for step, inlined in found
+        ]
 
     def ending_in(self, event: Event) -> Branch | None:
         """residual + tail(body(norm(source))) that ends in this sum; None where no branch does."""
@@ -94,7 +91,7 @@ class _Block:
             tail: list[str] = []
             path: list[int] = [event.output]
             moved = False
-            while end in seen.made and seen.uses(end) == 1:
+            while end in seen.made and sum(e.inputs.count(end) for e in seen.events) == 1:
                 inner = seen.made[end]
                 part: Any = self.module.get_submodule(inner.part) if inner.part else None
                 step = Step(event.output, -1, residual, tail=tuple(tail[::-1]))

@@ -22,7 +22,7 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out, watch
 from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
-from fastvit_kernels.swap.hosts import mlp, searched
+from fastvit_kernels.swap.hosts import attention, block, mlp
 from fastvit_kernels.swap.hosts import timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 from tests.model_coverage.compare import randomize
@@ -109,16 +109,16 @@ def assert_same(actual, wanted, tolerance):
 @pytest.fixture
 def ran(monkeypatch):
     """Names of the classes whose fused forward ran as a block."""
-    names, own = [], searched.Block.fused_forward
+    names, own = [], block.Block.fused_forward
     monkeypatch.setattr(
-        searched.Block, "fused_forward",
+        block.Block, "fused_forward",
         lambda self, x, **k: names.append(type(self).__name__) or own(self, x, **k),
     )  # fmt: skip
     found = plans.plan_of
 
     def plan_of(module):
         known = found(module)
-        if known is None or not isinstance(module, searched.Block):
+        if known is None or not isinstance(module, block.Block):
             return known
 
         def run(modules, x, extras):
@@ -416,10 +416,13 @@ def test_a_pickle_is_read_by_another_process(tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import torch; "
         f"m = torch.load({str(path)!r}, weights_only=False); "
-        "print(repr(m).splitlines()[0], m(torch.zeros(1, 4, 32)).shape)"
+        "print(repr(m).splitlines()[0], m(torch.zeros(1, 4, 32)).shape); "
+        "print(*(type(part).__qualname__ for part in m.modules()))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "FusedBlock(" in run.stdout and "[1, 4, 32]" in run.stdout, run.stderr
+    names = [type(part).__qualname__ for part in module.modules()]
+    assert run.stdout.splitlines()[-1].split() == names
 
 
 def test_equal_layers_share_a_search(monkeypatch):
@@ -642,7 +645,7 @@ def test_a_rate_that_changes_at_each_step_needs_no_proof_each(proofs, ran):
 def test_the_dropout_of_an_attention_that_changes_at_each_step_needs_no_proof_each(proofs):
     module = dino.Attention(32, 2, 0.1)
     swap_in(module)
-    assert isinstance(module, searched.Attention)
+    assert isinstance(module, attention.Attention)
     for index in range(600):
         module.attn_drop = (index + 1) / 700
         assert module.fused_verdict() is None

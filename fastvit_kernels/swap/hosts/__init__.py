@@ -4,12 +4,12 @@ What a module computes is data: `AttentionRoles`, `MlpRoles` and `BlockRoles` na
 one class for each runs them (attention.py, mlp.py, block.py with branch.py; norms, LayerScale and
 DropPath in fused.py). A host file (monai.py, timm.py, torch_nn.py, torchvision.py, transformers.py)
 has a table, host class path -> mixin: such a class, or a `row` of it with the roles, and perhaps
-methods that differ. A search finds roles of other hosts (searched.py). special/ has what is more
-than its roles.
+methods that differ. A search finds roles of other hosts (recognise.py). special/ has what is
+more than its roles.
 
 The swapped class is `(mixin, host class)`, built when the first module of that class is met and
-kept as an attribute of this module, where pickle finds it; it keeps the host class's `__name__`,
-because wrap policies go by that name. A host library is imported by its own models, never by us.
+kept; a pickle has the host class and the roles. It keeps the host class's `__name__`, because wrap
+policies go by that name. A host library is imported by its own models, never by us.
 
 What the search would find has a row, too, so that a hook on one part calls that part alone, and
 tables of RoPE may learn.
@@ -17,50 +17,27 @@ tables of RoPE may learn.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
-import json
 import sys
 import threading
 from functools import update_wrapper
 from types import FunctionType
 from typing import Any
+from zlib import crc32
 
 from .fused import arguments_of, told_by
 
 # top-level package of a module's class -> the file that knows it
-HOST_FILES = {
-    "monai": f"{__name__}.monai",
-    "timm": f"{__name__}.timm",
-    "torch": f"{__name__}.torch_nn",
-    "torchvision": f"{__name__}.torchvision",
-    "transformers": f"{__name__}.transformers",
-}
+HOST_FILES = {n: f"{__name__}.{n}" for n in ("monai", "timm", "torchvision", "transformers")}
+HOST_FILES["torch"] = f"{__name__}.torch_nn"
 
 _swapped: dict[Any, type] = {}  # (mixin, host class) -> swapped class
-_making = threading.RLock()  # two classes of one name could not be pickled
+_making = threading.RLock()
 
 
 def host_path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def imported(path: str) -> type:
-    """The class of this path."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def _mixin_of(cls: type, of_tokens: bool) -> Any:
-    """The mixin of exactly this class, None where no table has it.
-
-    Args:
-        of_tokens: for a child of a class that `takes_tokens`.
-    """
-    name = HOST_FILES.get(cls.__module__.partition(".")[0])
-    if name is None or hasattr(cls, "fused_host"):
-        return None
-    mixin = importlib.import_module(name).TABLE.get(host_path(cls))
-    return (of_tokens and getattr(mixin, "fused_of_tokens", None)) or mixin
 
 
 def takes_tokens(parent: type) -> bool:
@@ -81,9 +58,21 @@ def swapped_class(cls: type, parent: type | None = None) -> type | None:
     Args:
         parent: the class of the module that it is a child of; a few mixins depend on it.
     """
-    mixin = _mixin_of(cls, parent is not None and takes_tokens(parent))
-    path = host_path(cls).replace(".", "_")
-    return None if mixin is None else make(mixin, cls, f"{mixin.__name__}_{path}")
+    return by_table(cls, parent is not None and takes_tokens(parent))
+
+
+def by_table(cls: type, of_tokens: bool) -> type | None:
+    """The swapped subclass of exactly this class, None where no table has it.
+
+    Args:
+        of_tokens: for a child of a class that `takes_tokens`.
+    """
+    name = HOST_FILES.get(cls.__module__.partition(".")[0])
+    if name is None or hasattr(cls, "fused_host"):
+        return None
+    mixin: Any = importlib.import_module(name).TABLE.get(host_path(cls))
+    mixin = (of_tokens and getattr(mixin, "fused_of_tokens", None)) or mixin
+    return None if mixin is None else make(mixin, cls)
 
 
 def host_class(cls: type) -> type | None:
@@ -92,17 +81,32 @@ def host_class(cls: type) -> type | None:
 
 
 class SwappedType(type):
-    """Class of the swapped classes. The class itself is where pickle finds it; its modules say that
-    they are of the host's, because torch.fx takes modules of torch.nn as leaves."""
+    """Class of the swapped classes. They are attributes of this module; their modules say that they
+    are of the host's, because torch.fx takes modules of torch.nn as leaves."""
 
     __module__ = property(lambda cls: __name__)  # type: ignore[assignment]
 
 
-def make(mixin: Any, host: Any, qualname: str) -> type:
-    """The class (mixin, host), an attribute of this module under `qualname`."""
+def _pickled(cls: Any) -> Any:
+    """What pickle makes the class of. What was made of a swapped class goes by its own name."""
+    if (host := host_class(cls)) is None:
+        return cls.__qualname__
+    if cls.fused_searched:
+        return cls.fused_remade, (host, cls.fused_roles)
+    return by_table, (host, cls is not by_table(host, of_tokens=False))
+
+
+copyreg.pickle(SwappedType, _pickled)
+
+
+def make(mixin: Any, host: Any) -> type:
+    """The class (mixin, host)."""
     key = mixin, host
     with _making:
         if key not in _swapped:
+            qualname = f"{mixin.__name__}_{host_path(host)}".replace(".", "_")
+            if mixin.fused_searched:  # of several roles; the same name in every process
+                qualname += f"_{crc32(repr(mixin.fused_roles).encode()):08x}"
             arguments = arguments_of(host.forward)
             # A copy that says it has the arguments of the host's: tracers ask.
             own: Any = mixin.forward
@@ -121,26 +125,7 @@ def make(mixin: Any, host: Any, qualname: str) -> type:
             meta: Any = SwappedType
             if type(host) is not type:
                 meta = type("SwappedType", (SwappedType, type(host)), {})
+                copyreg.pickle(meta, _pickled)
             made = _swapped[key] = meta(host.__name__, (mixin, host), namespace)
             setattr(sys.modules[__name__], qualname, made)
         return _swapped[key]
-
-
-def __getattr__(name: str) -> type:
-    """The swapped class of this name, for a pickle that is read before any swap.
-
-    Raises: AttributeError where neither a table nor a search gives such a class.
-    """
-    kind, _, spelled = name.partition("_")
-    file = HOST_FILES.get(spelled.partition("_")[0])
-    for path in importlib.import_module(file).TABLE if file else ():
-        if path.replace(".", "_") == spelled:
-            host = imported(path)
-            for mixin in (_mixin_of(host, of_tokens) for of_tokens in (False, True)):
-                if mixin.__name__ == kind:
-                    return make(mixin, host, name)
-    try:
-        path, roles = json.loads(bytes.fromhex(spelled))
-    except (ValueError, TypeError):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    return importlib.import_module(f"{__name__}.searched").recognised_class(imported(path), roles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -74,10 +75,8 @@ class AttentionRoles(NamedTuple):
 def ways_of_rope() -> Iterator[str]:
     """What a host's rotation may be: the pairs, which table comes first, and whether all tokens
     before those of the tables are prefix, or a fixed number."""
-    for pairs in ("half", "interleaved"):
-        for first in ("cos before sin", "sin before cos"):
-            for prefix in ("any prefix", "this prefix"):
-                yield f"{pairs}, {first}, {prefix}"
+    orders = ("cos before sin", "sin before cos")
+    return map(", ".join, product(("half", "interleaved"), orders, ("any prefix", "this prefix")))
 
 
 def attention_facts(module: Any) -> Any:
@@ -290,7 +289,7 @@ class Attention(Body):
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
-        groups = self.fused_groups()
+        groups = getattr(self, roles.groups, 1)
         if groups > 1:
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         if norms is None and not roles.wide_norms:
@@ -306,9 +305,6 @@ class Attention(Body):
             q, k, v = with_decomposed(q, k, v, scale, along, tokens_of(self))
             given["scale"] = 1.0
         return attend.attend(q, k, v, is_causal=causal, **given)[..., :D]
-
-    def fused_groups(self: Any) -> int:
-        return getattr(self, self.fused_roles.groups, 1) if self.fused_roles.groups else 1
 
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
@@ -462,7 +458,7 @@ class Attention(Body):
             yield {}
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        roles, groups = self.fused_roles, self.fused_groups()
+        roles, groups = self.fused_roles, getattr(self, self.fused_roles.groups, 1)
         if groups > 1:
             yield "k and v repeated", 2 * (1 + 1 / groups) * self.fused_width()
         by_host = not roles.kernel if self.fused_searched else self.fused_norms() is None

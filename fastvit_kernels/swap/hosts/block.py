@@ -68,7 +68,7 @@ def pre_norm(
 
 
 # What a class whose blocks run packed has of Block.
-_OF_SEQUENCES = ("fused_resolved", "fused_context", "fused_branches", "fused_tail", "fused_body")
+_OF_SEQUENCES = ("fused_resolved", "fused_own", "fused_branches", "fused_tail", "fused_body")
 
 
 class Unread:
@@ -129,6 +129,7 @@ class Block(Fused):
     fused_first_rebuilds: ClassVar[bool] = True
     fused_first_skips: ClassVar[bool] = True
     fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
+    fused_own: Any = None  # (x, extras) -> what the first body gets besides, of the block's making
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
@@ -147,10 +148,6 @@ class Block(Fused):
         names = [n for s in self.fused_roles.steps for n in (s.norm, s.body, *s.tail)]
         found = dict.fromkeys(n for n in names if n and isinstance(part(self, n), nn.Module))
         return tuple(n for n in found if type(part(self, n)) is not nn.Dropout)
-
-    @property
-    def fused_bodies(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(s.body for s in self.fused_roles.steps if s.residual >= 0 and s.body)
 
     def fused_blocked(self: Any) -> str | None:
         roles = self.fused_roles
@@ -280,6 +277,8 @@ class Block(Fused):
         size = part(self, step.window)
         if size:
             context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
+        if step.output == 1 and self.fused_own is not None:
+            context |= self.fused_own(x, extras)
         return context
 
     def fused_call(self: Any, step: Step, context: dict[str, Any]) -> Any:
@@ -332,11 +331,10 @@ class Block(Fused):
     def fused_unpacked(self: Any) -> str | None:
         """Why it cannot run images of several sizes as one sequence, as things are."""
         found = plans.plan_of(self)
-        if found is None:
-            return self.fused_unpacked_now()
-        if "unpacked" not in found[0].found:
-            found[0].found["unpacked"] = self.fused_unpacked_now()
-        return found[0].found["unpacked"]
+        known = {} if found is None else found[0].found
+        if "unpacked" not in known:
+            known["unpacked"] = self.fused_unpacked_now()
+        return known["unpacked"]
 
     def fused_unpacked_now(self: Any) -> str | None:
         kind, roles = type(self), self.fused_roles
@@ -383,15 +381,10 @@ class Block(Fused):
         first = step.output == 1 and not self.fused_first_rebuilds
         return self.fused_memory == "low" and not (step.window or first)
 
-    def fused_may_skip(self: Any, step: Step) -> bool:
-        """Whether this step may leave out the samples that its DropPath drops."""
-        first = step.output == 1 and not self.fused_first_skips
-        return self.fused_drop_path == "skip" and not first
-
     def fused_branches(self: Any, place: Place) -> list[tuple[Step, Branch | None]]:
         """The steps, with the branch of each that has a residual."""
-        own, found = type(self).fused_context is not Block.fused_context, []
+        found = []
         for s in self.fused_roles.steps:
-            informed = bool(own or s.window or s.held)
+            informed = self.fused_own is not None or bool(s.window or s.held)
             found.append((s, Branch(self, place, s, informed) if s.residual >= 0 else None))
         return found

@@ -112,7 +112,8 @@ class Branch:
         alone = bypass and foldable and self.fused_norm  # it computes some samples without copies
         self.samples_alone = alone and not (self.sampled and paths)
         paths = [path for path in paths if path.fused_rate()]
-        skips = alone and len(paths) == 1 and block.fused_may_skip(step)
+        skips = alone and len(paths) == 1 and block.fused_drop_path == "skip"
+        skips = skips and (block.fused_first_skips or step.output > 1)
         self.path = place(paths[0]) if skips else 0
         self.skips = skips and paths[0].training
 

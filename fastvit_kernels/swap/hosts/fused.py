@@ -117,6 +117,7 @@ class Fused:
     fused_level: ClassVar[str]
     fused_roles: ClassVar[Any] = ()  # which part of the host is what
     fused_searched: ClassVar[bool] = False  # found by structure: nobody has read its host
+    fused_remade: ClassVar[Any]  # then what makes the class again, of the host's and the roles
     fused_host: ClassVar[type]  # the host's class
     fused_arguments: ClassVar[Arguments]  # of the host's forward
     fused_children: ClassVar[frozenset[str]] = frozenset()  # and parameters, besides the roles'
@@ -125,7 +126,6 @@ class Fused:
     fused_unread: ClassVar[frozenset[str]] = frozenset()
     fused_axes: ClassVar[tuple[int, ...]] = (3,)  # of the first argument
     fused_pieces: Any = ()  # of a block: the children that it bypasses
-    fused_bodies: Any = ()  # of a block: the pieces that are its branches
     fused_caveat: ClassVar[str] = ""  # when the forward is fused, where that depends on the caller
     fused_attention_dropout: ClassVar[frozenset[str]] = frozenset()  # settings or children
     fused_tolerance: ClassVar[float] = TOLERANCE  # of a proof
@@ -162,14 +162,11 @@ class Fused:
         modules = self.named_modules() if self.fused_searched else ()
         return next((f"{name} is hooked" for name, m in modules if name and is_hooked(m)), None)
 
-    def _fused_none(self) -> Iterator[Any]:
-        yield from ()
-
     # For the report.
     # What PyTorch computes inside: a name, and the elements that it reads and writes for each token
-    fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = _fused_none
+    fused_pytorch: Callable[[Any], Iterator[tuple[str, float]]] = lambda self: iter(())
     # The attentions inside that see windows, and how many tokens each has.
-    fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = _fused_none
+    fused_windows: Callable[[Any], Iterator[tuple[nn.Module, int]]] = lambda self: iter(())
 
     def fused_draws(self) -> bool:
         """Whether a dropout inside draws numbers: the host draws those before DropPath's."""
@@ -395,9 +392,8 @@ class NormRoles(NamedTuple):
     weight: str = "weight"
     bias: str = "bias"
     eps: str = "eps"
-    dtype: str = (
-        ""  # torch's own rule; or that of the "input"; or the "widest", weight's or input's
-    )
+    # torch's own rule; or that of the "input"; or the "widest", weight's or input's
+    dtype: str = ""
     rounded: bool = False  # it computes in fp32, whatever the dtype
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import fused
-from .block import Block, Step, pre_norm
+from .block import Block, pre_norm
 from .fused import example, row, width_of
 from .grids import Windows, bias_of
 from .masks import fits
@@ -77,9 +77,7 @@ class SwinBlock(Block):
         known = fits(WindowAttention.fused_roles, extras.get("mask_matrix"), window)
         return (x, extras) if known else None
 
-    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        if step.body != "attn":
-            return {}
+    def fused_own(self: Any, x: Tensor, extras: Any) -> dict[str, Any]:
         windows = self.fused_cut(x)
         return {"windows": windows, "mask": extras["mask_matrix"] if any(windows.shift) else None}
 

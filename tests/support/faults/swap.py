@@ -465,12 +465,12 @@ FAULTS = [
         '"lt le eq ne gt ge abs', '"lt eq ne gt abs', only=ASKED,
     ),
     Fault(
-        "facts-content", "swap/facts.py", "_content", "what is bound to a function plays no part",
-        "return type(value), simple", "return type(value), None", only=CONFIGURED,
+        "facts-content", "swap/facts.py", "_hashable", "what is bound to a function plays no part",
+        "(_inside(value) if whole else None) or {}", "{}", only=CONFIGURED,
     ),
     Fault(
-        "facts-objects", "swap/facts.py", "Objects.hold", "objects are not looked into again",
-        "return all(d is None or _inside(v) == d for", "return all(True for", only=CONFIGURED,
+        "facts-objects", "swap/facts.py", "Facts.held", "objects are not looked into again",
+        " or (inner is not None and _inside(value) != inner)", "", only=CONFIGURED,
     ),
     Fault(
         "facts-shapes", "swap/facts.py", "_describe", "shapes of weights play no part",
@@ -729,8 +729,8 @@ FAULTS = [
     ),
     Fault(
         "held-mask-not-read", "swap/hosts/block.py", "Block.fused_branches",
-        "a branch is not told of a mask that the block holds", "own or s.window or s.held",
-        "own or s.window", only=(HOLDS,),
+        "a branch is not told of a mask that the block holds", "bool(s.window or s.held)",
+        "bool(s.window)", only=(HOLDS,),
     ),
     Fault(
         "swinv2-clamp", "swap/hosts/special/windows.py", "Cosine.fused_normed",
@@ -893,13 +893,13 @@ FAULTS = [
         "first", only=("swap/test_swap_memory.py::test_norms_of_windows_are_not_rebuilt",),
     ),
     Fault(
-        "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_context",
+        "host-partition", "swap/hosts/special/windows.py", "HfSwinLayer.fused_own",
         "always_partition is ignored", 'adapts and not extras.get("always_partition", False)',
         "adapts",
         only=(BIASED + "test_a_grid_as_large_as_a_window",),
     ),
     Fault(
-        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_context",
+        "host-dynamic-mask", "swap/hosts/special/windows.py", "SwinBlock.fused_own",
         "a mask of the grid that comes is not made", 'if getattr(self, "dynamic_mask", False):',
         "if False:", only=(BIASED + "test_a_mask_of_the_grid_that_comes",),
     ),
@@ -963,8 +963,8 @@ FAULTS = [
               "test_attention_interface_hands_on_all_that_it_is_given",),
     ),
     Fault(
-        "host-unpickled", "swap/hosts/__init__.py", "__getattr__", "a pickle finds no class",
-        "(_mixin_of(host, of_tokens) for of_tokens", "(None for of_tokens",
+        "host-unpickled", "swap/hosts/__init__.py", "_pickled", "a pickle finds no class",
+        "return by_table, (host", "return type(None), (host",
         only=("swap/test_swap.py::test_swapped_blocks_unpickle_in_a_new_process",),
     ),
     *(

@@ -97,8 +97,8 @@ DATA2VEC_LAYER = layer(
 class BeitLayer(OwnBias, Block):
     """BEiT's, from transformers 5.x on: the layer itself has the bias, its attention a mask."""
 
-    def fused_context(self: Any, step: Any, x: Tensor, extras: Any) -> dict[str, Any]:
-        return {"attention_mask": self.fused_mask(x, extras)} if step.output == 1 else {}
+    def fused_own(self: Any, x: Tensor, extras: Any) -> dict[str, Any]:
+        return {"attention_mask": self.fused_mask(x, extras)}
 
 
 BEIT_LAYER = layer(

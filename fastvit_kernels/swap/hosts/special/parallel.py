@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,24 +12,20 @@ from torch import Tensor
 from ....runtime.plain import is_plain
 from .. import fused
 from ..attend import attend, attend_qkv, unpack
+from ..attention import AttentionRoles
 from ..block import Block, BlockRoles
 from ..branch import Step, fold, is_foldable
 from ..fused import Fused, is_noop, names, norm_in_pytorch, project
-
-
-class ScalingRoles(NamedTuple):
-    """Its Linears and dropouts."""
-
-    projections: tuple[str, ...] = ("in_proj", "out_proj", "attn_out_proj", "mlp_out_proj")
-    dropout: str = "attn_drop"
-    drop: str = "mlp_drop"
 
 
 class ParallelScalingBlock(Fused):
     """x + drop_path(ls(attn_out_proj(attention) + mlp_out_proj(act(mlp)))) after one in_proj."""
 
     fused_level = "block"
-    fused_roles = ScalingRoles()
+    fused_roles = AttentionRoles(
+        ("in_proj", "out_proj", "mlp_out_proj"), out="attn_out_proj", dropout="attn_drop",
+        after="mlp_drop",
+    )  # fmt: skip
     fused_children = names("in_norm mlp_bias q_norm k_norm mlp_act ls drop_path")
     fused_pieces = ("in_norm", "ls", "drop_path")
 

@@ -24,7 +24,7 @@ from ...prove import ROOTS
 from .. import fused
 from ..attend import Turn
 from ..attention import Attention, AttentionRoles
-from ..block import Block, Step, pre_norm
+from ..block import Block, pre_norm
 from ..fused import ROUNDED, DropPath, PathRoles, Unfused, example, is_noop, names, row, width_of
 from ..grids import Windows, bias_of
 from ..layers import DROP_PATH, MLP, layer
@@ -118,9 +118,7 @@ class SwinBlock(Block):
         grid = (rows + 1, 2 * columns) if self.attn_mask is None else self.input_resolution
         return [(example(generator, 1, *grid, width_of(self.norm1)), {})]
 
-    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        if step.body != "attn":
-            return {}
+    def fused_own(self: Any, x: Tensor, extras: Any) -> dict[str, Any]:
         windows = Windows((x.shape[1], x.shape[2]), self.window_size, self.shift_size, False)
         mask = self.attn_mask
         if getattr(self, "dynamic_mask", False):
@@ -217,9 +215,7 @@ class HfSwinLayer(Block):
             x = example(generator, 1, grid[0] * grid[1], width)
             yield (x,), {"input_dimensions": grid}
 
-    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        if step.body != "attention":
-            return {}
+    def fused_own(self: Any, x: Tensor, extras: Any) -> dict[str, Any]:
         grid = extras["input_dimensions"]
         adapts = hasattr(self, "set_shift_and_window_size")  # V2 is made for its grid
         if adapts and not extras.get("always_partition", False):
@@ -419,11 +415,8 @@ class Sam3Layer(Block):
         watched = is_hooked(self.rotary_emb) and self not in ROOTS  # it wants what the norm gave
         return None if watched or is_hooked(self.attention) else (x, extras)
 
-    def fused_context(self: Any, step: Step, x: Tensor, extras: Any) -> dict[str, Any]:
-        context = super().fused_context(step, x, extras)
-        if step.body == "attention":
-            context["position_embeddings"] = self.rotary_emb(x, self.position_ids)
-        return context
+    def fused_own(self: Any, x: Tensor, extras: Any) -> dict[str, Any]:
+        return {"position_embeddings": self.rotary_emb(x, self.position_ids)}
 
 
 SAM3 = (
