@@ -58,6 +58,6 @@ def tensor_map(
 
 
 __all__ = [
-    "TensorDescriptor", "fence", "fetch", "gl", "gluon", "mbarrier", "multiply", "multiply_wait",
-    "put", "store_wait", "tensor_map",
+    "fence", "fetch", "gl", "gluon", "mbarrier", "multiply", "multiply_wait", "put", "store_wait",
+    "tensor_map",
 ]  # fmt: skip

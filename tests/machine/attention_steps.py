@@ -30,6 +30,7 @@ from fastvit_kernels.runtime.configs import forced
 HEAD_DIMS = (32, 64, 72, 80, 96, 128)
 WIDE_HEAD_DIMS = (136, 160, 192, 256)
 TOKENS = (50, 197, 257, 577, 1025)
+ROUTES = (nullcontext, functools.partial(forced_route, "triton"))  # the default, and plain Triton
 
 
 def backward(*outputs: Tensor) -> None:
@@ -97,8 +98,8 @@ def attention_configs() -> None:
         weight, bias = (torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True)
                         for more in ((D,), ()))  # fmt: skip
         qkv = torch.empty(256, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
-        for route in (nullcontext(), forced_route("triton")):
-            with route:
+        for route in ROUTES:
+            with route():
                 backward(attention(qkv))
                 backward(qkv_attention(x, weight, bias, num_heads=12))
 
@@ -119,7 +120,7 @@ def one_image() -> None:
 
 def heads(D: int) -> None:
     """Attention of one head dim at every length, and its masks, causal form and dropout."""
-    for T, route in itertools.product(TOKENS, (nullcontext, lambda: forced_route("triton"))):
+    for T, route in itertools.product(TOKENS, ROUTES):
         qkv = torch.empty(64, T, 3, 12, D, dtype=torch.bfloat16, requires_grad=True)
         with route():
             backward(attention(qkv))

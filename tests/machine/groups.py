@@ -61,7 +61,8 @@ def _reached(start: int, successors: Sequence[Sequence[int]], without: int) -> f
 def _entries(successors: Sequence[Sequence[int]], switch: int) -> list[int]:
     """Blocks that the switch alone leads to."""
     own = [() if b == switch else each for b, each in enumerate(successors)]
-    left = [b for b in range(len(own)) if b not in _reached(0, own, -1)]
+    first = _reached(0, own, -1)
+    left = [b for b in range(len(own)) if b not in first]
     inner = {b for entry in left for b in _reached(entry, own, -1) - {entry}}
     return [b for b in left if b not in inner]
 
