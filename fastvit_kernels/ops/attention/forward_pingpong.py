@@ -38,7 +38,7 @@ from ...runtime.gluon import (
     store_wait,
     tensor_map,
 )
-from ...runtime.triton import ANY_BATCH, bind_launch, constant, triton
+from ...runtime.triton import ANY_BATCH, VERSION, bind_launch, constant, triton
 from .tiles import LOG2_E, padded
 
 REGISTERS = constant((240, 24))  # of the second group of multipliers, of the loader
@@ -315,8 +315,10 @@ def fwd_pingpong(
     tiles, rest = -(-T // TILE.value), (T - 1) % TILE.value + 1
     tail = 16 if rest <= 16 else 32 if rest <= 32 else TILE.value
     most = RESIDENT if D <= 64 else 2  # the rest of the registers and shared memory have D columns
-    resident = tiles <= most or (tiles == RESIDENT + 1 and tail == 16 and D <= 64)
-    chunk = tiles if resident else 2
+    # By triton 3.9 products of the fifth tile at D = 64 wait, and two streamed at D = 128 spill.
+    crowded = VERSION >= (3, 9)
+    resident = tiles <= most or (tiles == RESIDENT + 1 and tail == 16 and D << crowded <= 64)
+    chunk = tiles if resident else 1 if crowded and D > 64 else 2
     items = B * H * (1 if resident else -(-tiles // 2))
     launch = bind_launch(
         _attention_fwd_pingpong_kernel, (min(items, num_sms),), B * H, H, T, scale, CHUNK=chunk,

@@ -16,6 +16,7 @@ import torch
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
+from ...runtime.triton import VERSION
 
 
 class GemmConfig(NamedTuple):
@@ -152,8 +153,8 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
         return False
     if config == TILE_64K and not gpu.arch.startswith("gfx"):
         return False
-    if config.warp_specialize and gpu.arch != "sm_100":
-        return False
+    if config.warp_specialize and (gpu.arch != "sm_100" or VERSION >= (3, 9)):
+        return False  # triton 3.9 leaves its groups too few registers to compile
     return config.shared(itemsize) <= gpu.shared_limit
 
 

@@ -14,7 +14,7 @@ from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
-from ...runtime.triton import bind_launch, tl, triton
+from ...runtime.triton import VERSION, bind_launch, tl, triton
 from ..common.gemm import input_precision, needs_fence
 from ..common.gemm_configs import gemm_key
 from ..common.reduction import column_sum
@@ -214,7 +214,10 @@ def patch_embed_bwd_weight(
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
     precision, align = input_precision(), _alignment(images.stride(), patch[-1])
     # For a second block on an SM ptxas would spill 8 bytes.
-    spills = gpu(dout.device).arch == "sm_100" and align < 4
+    arch = gpu(dout.device).arch
+    spills = (arch, align < 4) == ("sm_100", True) or (
+        arch == "sm_120" and block_m == 32 and VERSION >= (3, 9)
+    )
     launch = bind_launch(
         _patch_embed_bwd_weight_kernel, (tiles, splits),
         None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
