@@ -502,17 +502,10 @@ def _fwd_fits(
     if config.heads > 1:
         q *= buffers
     shared = (q + kv) * ITEMSIZE[dtype] + 2 * config.block_q * config.block_kv * _has_tensor(mask)
+    tile = config.block_q, config.block_kv, config.num_warps
     return (
         shared <= gpu.shared_limit
-        and _tiles_fit(
-            gpu,
-            dtype,
-            D,
-            config.block_q,
-            config.block_kv,
-            config.num_warps,
-            scores=32 if _has_wgmma(gpu) else 64,
-        )
+        and _tiles_fit(gpu, dtype, D, *tile, scores=32 if _has_wgmma(gpu) else 64)
         and (config.heads == 1 or tokens <= 64)
     )
 
@@ -581,11 +574,9 @@ BWD_TABLE = ConfigTable(
     _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits), _bwd_fits, unrepeatable=[LIBRARY_BWD],
 )  # fmt: skip
 ONE_PASS_TABLE = ConfigTable(
-    "attention_bwd_one_pass",
-    _with_prefetching(*ONE_PASS_CONFIGS),
-    _default_one_pass,
+    "attention_bwd_one_pass", _with_prefetching(*ONE_PASS_CONFIGS), _default_one_pass,
     _one_pass_fits,
-)
+)  # fmt: skip
 DQ_TABLE = ConfigTable("attention_bwd_dq", _with_prefetching(*DQ_CONFIGS), _default_dq, _split_fits)
 DKDV_TABLE = ConfigTable(
     "attention_bwd_dkdv", _with_prefetching(*DKDV_CONFIGS), _default_dkdv, _dkdv_fits
