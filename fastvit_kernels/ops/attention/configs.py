@@ -369,7 +369,7 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return DKDV_HOPPER
     if D > 128 and ITEMSIZE[dtype] == 2 and not _is_ampere(gpu) and mask not in ("none", "causal"):
         return DKDV[2, 256]  # together they spill 16 bytes at D = 192
-    if (gpu.arch, mask, D) == ("sm_90", "none", 192) and VERSION >= (3, 9):
+    if (gpu.arch, mask, D, dtype == "fp32") == ("sm_90", "none", 192, False) and VERSION >= (3, 9):
         return DKDV[2, 128]  # by one stage 8 bytes
     keys_on_hopper = (gpu.arch, mask) == ("sm_90", "keys") and D > 64  # wgmma would be serialised
     if (mask.endswith("dropout") or keys_on_hopper) and ITEMSIZE[dtype] == 2 and D <= 128:
