@@ -216,6 +216,7 @@ def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Benc
                 entry.replay = timer.capture(step)
             except RuntimeError as error:  # not all can be captured; the events still time it
                 error.__traceback__ = None
+                bench.say(f"{entry.name} {mode}: no graph: {error}".split("\n")[0])
                 timer.clear()
 
 

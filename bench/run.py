@@ -252,7 +252,7 @@ def run(
 
     bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
     try:
-        with clock.alarm(), warnings.catch_warnings():
+        with clock.alarm(), bench.timer.stream(), warnings.catch_warnings():
             # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
             warnings.simplefilter("ignore", UserWarning)
             if command == "targets":

@@ -11,6 +11,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +55,11 @@ def samples_in(turn_ms: float, ms: float, least: int, most: int) -> int:
 class Timer:
     """Times of what a CPU computes: nothing is captured or counted."""
 
+    def stream(self) -> AbstractContextManager[Any]:
+        """Inside, work is queued where `capture` captures: autograd runs a backward on the stream
+        of its forward, and meets a leaf on the one where it was first used."""
+        return nullcontext()
+
     def sample(self, run: Callable[[], Any], count: int, flush: bool) -> list[float]:
         """Milliseconds of `count` runs; with `flush` each begins with a cold cache, on a GPU."""
         found = []
@@ -89,6 +95,7 @@ class CudaTimer(Timer):
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         l2 = getattr(properties, "L2_cache_size", 64 * MIB)
         self._cold = torch.empty(cold_bytes(l2), dtype=torch.uint8, device="cuda")
+        self._stream = torch.cuda.Stream()
         # One pool for all graphs: they are replayed in turn, and what one leaves is read at once.
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -104,25 +111,40 @@ class CudaTimer(Timer):
         torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in events]
 
+    def stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
     def capture(self, step: Step) -> Callable[[], Any]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # Autograd runs a backward on the stream of its forward: both on the one of capture.
+        with self.stream():
             state = step.prepare()
             for _ in range(2):
                 step.run(state)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    kept = step.run(state)
+            except RuntimeError:
+                self._give_up_capture()
+                raise
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            kept = step.run(state)
-        torch.cuda.synchronize()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
         def replay(kept: Any = (state, kept)) -> None:  # the graph's inputs and outputs stay alive
             graph.replay()
 
         return replay
+
+    def _give_up_capture(self) -> None:
+        """What torch leaves as it was when a capture fails: its pool takes every allocation, and
+        the generator counts for a graph."""
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, self._pool)  # pyright: ignore
+        torch._C._cuda_releasePool(device, self._pool)  # pyright: ignore
+        self._pool = torch.cuda.graph_pool_handle()
+        generator, fresh = torch.cuda.default_generators[device], torch.Generator("cuda")
+        fresh.manual_seed(generator.initial_seed())
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
     def memory_mib(self, run: Callable[[], Any]) -> tuple[float, float]:
         torch.cuda.synchronize()
