@@ -20,9 +20,12 @@ from fastvit_kernels.ops.attention.configs import (
     ONE_PASS_TABLE,
     PINGPONG_BWD,
     PINGPONG_FWD,
+    TOKEN_BUCKETS,
     BwdForm,
+    FwdConfig,
     forced_route,
     has_turns,
+    own_fwd,
 )
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.launch import (
@@ -176,12 +179,13 @@ def test_query_parts_hold_all_queries():
     assert query_parts(197, close=True) == (128, 64, 16)
 
 
-def test_attention_forward_owns_128_queries_where_they_pad_no_further():
-    found = {}
-    for T in (129, 197, 257, 300, 321, 577, 785, 1025):
-        found[T] = fwd_launch(*_problem(256, T, 12, 64, bf16, H100)).options["BLOCK_Q"]
-    assert [T for T in found if found[T] == 128] == [197, 321, 577, 785, 1025]
-    assert fwd_launch(*_problem(1, 197, 12, 64, bf16, H100)).options["BLOCK_Q"] == 64
+def test_attention_forward_owns_128_queries_beside_keys_where_they_pad_no_further():
+    for mask, wanted in (("none", []), ("keys", [256, 384, 640, 1024])):
+        key = ("bf16", 64)
+        found = [T for T in TOKEN_BUCKETS if own_fwd(H100, *key, T, mask, "many").block_q == 128]
+        assert [T for T in found if T <= 1024] == wanted
+    assert own_fwd(H100, "bf16", 64, 256, "keys", "scarce").block_q == 64
+    assert own_fwd(H100, "bf16", 64, 2047, "none", "many") == FwdConfig(64, 64, 16, 1, 4, 3)
 
 
 def _columns(options: dict[str, Any], axis: str, T: int) -> int:

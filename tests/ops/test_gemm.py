@@ -20,7 +20,6 @@ from fastvit_kernels.ops.common.gemm_configs import (
     TMA_PAIR,
     TMA_SMALL,
     TMA_TILE,
-    WIDE_HIDDEN,
     WIDE_TMA,
     forced_route,
     gemm_key,
@@ -247,21 +246,21 @@ def test_gemm_candidates_fit_shared_memory(table, limit):
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_TABLE.choose
-    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_TMA
-    assert choose(on["sm_90"], 4096, 768, 768, "bf16") == TMA_PAIR  # too few for wide tiles
-    assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == LIBRARY
-    assert choose(on["sm_90"], 262144, 384, 1536, "bf16") == TMA_PAIR
-    assert choose(on["sm_90"], 32768, 768, 192, "fp16") == WIDE_TMA
+    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
+    assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == WIDE_TMA
+    assert choose(on["sm_90"], 16384, 768, 3072, "bf16") == LIBRARY  # too few for wide tiles
+    assert choose(on["sm_90"], 65536, 768, 4096, "bf16") == LIBRARY
+    assert choose(on["sm_90"], 65536, 384, 3072, "bf16") == LIBRARY  # half a tile
     assert choose(on["sm_90"], 256, 768, 192, "bf16") == TMA_SMALL
     assert choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
     assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == LIBRARY
     assert choose(on["sm_80"], 65536, 768, 1000, "bf16") == LIBRARY  # no multiple of BLOCK_K
-    assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == WIDE_TMA
-    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_HIDDEN
+    assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == TMA_PAIR
+    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 1920, 480, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
     with forced_route("triton"):
-        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == WIDE_HIDDEN
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
     for arch in ("sm_100", "sm_120", "gfx942"):
         assert choose(on[arch], 65536, 3072, 768, "bf16") == LIBRARY
     assert choose(gpu_of(torch.device("cpu")), 65536, 3072, 768, "bf16") == LIBRARY

@@ -43,7 +43,7 @@ class GemmConfig(NamedTuple):
         return operands + staged + (1024 if self.descriptors else 0)
 
 
-# Not yet measured. What the subtiles are for: docs/linear.md.
+# On sm_90 measured on an H100 (docs/benchmarks.md), elsewhere not yet. Subtiles: docs/linear.md.
 LIBRARY = GemmConfig("library")
 TILE = GemmConfig("triton", 128, 128, 64, 8, 3, subtiles=2)
 NARROW = GemmConfig("triton", 128, 64, 64, 8, 3)
@@ -55,21 +55,19 @@ TILE_FP32 = GemmConfig("triton", 64, 64, 32, 8, 3)
 SMALL_FP32 = GemmConfig("triton", 32, 64, 32, 4, 3)
 
 # Four parts and 128 registers leave room for two blocks on an SM: one's epilogue runs beside the
-# other's products. At one block (WIDE_TMA) nothing runs beside it.
+# other's products. At one block (WIDE_TMA) nothing runs beside it, but less is read from L2.
 TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
 TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
 TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128)
 TMA_SMALL = SMALL._replace(descriptors=True)
 WIDE_TMA = GemmConfig(
-    "triton", 128, 256, 64, 8, 3, programs_per_sm=1, subtiles=8, descriptors=True
+    "triton", 128, 256, 64, 8, 4, programs_per_sm=1, subtiles=4, descriptors=True
 )  # fmt: skip
-# Of the hidden gradient: longer reads of z, half the sums over rows. 539 for 566 us by the model.
-WIDE_HIDDEN = WIDE_TMA._replace(subtiles=4)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 # Roles of warps by triton itself. On sm_90 it initialises mbarriers over an operand's stage without
 # a proxy fence.
-BLACKWELL_WS = WIDE_TMA._replace(subtiles=4, flatten=True, warp_specialize=True)
+BLACKWELL_WS = WIDE_TMA._replace(num_stages=3, flatten=True, warp_specialize=True)
 
 SHARED_BY_BOTH = (
     LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, TILE_64K, TILE_FP32, SMALL_FP32,
@@ -81,9 +79,11 @@ SHARED_BY_BOTH = (
 TMA_ARCHS = ("sm_90", "sm_100")
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
-# saves one pass over (M, N), which weighs less as K grows. Others: the library. Not measured: by
-# the model of docs/compile.md the two are level at K = 2048 on sm_80, at 3072 on sm_90.
+# saves one pass over (M, N), which weighs less as K grows. Others: the library. By the model of
+# docs/compile.md the two are level at K = 2048 on sm_80. On sm_90 many tiles go to LONG_K: on an
+# H100 50432 x 3072 x 768 with a residual takes 408 us for 438.
 TRITON_MAX_K = {"sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 2048}
+LONG_K, MANY_TILES = 3072, 8  # 128 x 128, an SM
 
 
 def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int, str]:
@@ -113,15 +113,23 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return TILE_64K
     if 0 < N % 128 <= 64:  # a last column of 128 would be half empty
         return TMA_NARROW if by_tma else NARROW
-    if gpu.arch == "sm_90" and N % 256 == 0 and tiles >= 2 * gpu.num_sms:
-        return WIDE_TMA  # by the model: less is read from L2
+    if _is_long(gpu, tiles, N, K):
+        return WIDE_TMA
     if gpu.arch == "sm_80":
         return FLAT  # by the model 5 % quicker
     return TMA_PAIR if by_tma else PERSISTENT
 
 
+def _is_long(gpu: Gpu, tiles: int, N: int, K: int) -> bool:
+    """Whether K is beyond TRITON_MAX_K, and the Triton GEMM still the quicker."""
+    many = tiles >= MANY_TILES * gpu.num_sms and N % 256 == 0
+    return gpu.arch == "sm_90" and many and TRITON_MAX_K["sm_90"] < K <= LONG_K
+
+
 def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    if dtype == "fp32" or TRITON_MAX_K.get(gpu.arch, 0) < K:
+    tiles = -(-M // TILE.block_m) * -(-N // TILE.block_n)
+    is_long = TRITON_MAX_K.get(gpu.arch, 0) < K and not _is_long(gpu, tiles, N, K)
+    if dtype == "fp32" or is_long:
         return LIBRARY
     if K % TILE.block_k and gpu.arch not in TMA_ARCHS:
         return LIBRARY  # the masks of K spill in the persistent tiles
@@ -131,7 +139,7 @@ def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
 def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     """The same for `_mlp_bwd_hidden_kernel`, whose sums over rows spill in TMA_PAIR."""
     tile = triton_tile(gpu, M, N, K, dtype)
-    return {TMA_PAIR: TMA_TILE, WIDE_TMA: WIDE_HIDDEN}.get(tile, tile)
+    return TMA_TILE if tile == TMA_PAIR else tile
 
 
 def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
@@ -160,7 +168,7 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
 
 FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, BLACKWELL_WS), _default, _fits)
 # Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
-HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", (*SHARED_BY_BOTH, WIDE_HIDDEN), _hidden_default, _fits)
+HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
 
 
 @contextmanager
