@@ -48,11 +48,9 @@ def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Call
         model.train(train)
         state = {n: torch.empty(b.shape, dtype=b.dtype) for n, b in model.named_buffers()}
         for name, p in model.named_parameters():
-            empty = torch.empty(p.shape, dtype=p.dtype)
-            state[name] = nn.Parameter(empty, requires_grad=p.requires_grad)
-        images = torch.empty(batch, *input_shape(model))
+            state[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad)
         forward = functools.partial(torch.func.functional_call, model, state)
-        run_step(forward, images, dtype, train=train)
+        run_step(forward, torch.empty(batch, *input_shape(model)), dtype, train=train)
 
     return step
 
@@ -87,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     except (RuntimeError, ValueError) as error:  # no triton, the interpreter, an unknown model
         raise CommandError(str(error)) from error
+    if not all(compiled.values()):
+        raise CommandError(f"--model {args.model} launches no kernel, so none was compiled")
     if args.json:
         print(json.dumps([asdict(k) for kernels in compiled.values() for k in kernels], indent=1))
         return 0

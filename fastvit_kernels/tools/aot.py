@@ -186,6 +186,8 @@ def _absent_driver(target: Target) -> Any:
 class _RunLaunchers(TorchDispatchMode):
     """Calls the launcher of each of the package's operators instead of its fake implementation."""
 
+    knows_our_operators = True  # else swapped modules leave them to their hosts
+
     def __init__(self, trace: Trace):
         super().__init__()
         self.trace = trace
@@ -250,12 +252,10 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
             raise CompileError(f"{name} does not compile for {target.name}: {error}") from error
         if compiled.hash not in seen:
             name = compiled.metadata.name.removeprefix("_").removesuffix("_kernel")
-            memory = compiled.metadata.shared, target.shared_limit
-            facts = target.name, *memory, sum(timings), compiled.hash
-            seen[compiled.hash] = Kernel(name, *_label(compiled), *facts)
+            facts = target.name, compiled.metadata.shared, target.shared_limit, sum(timings)
+            seen[compiled.hash] = Kernel(name, *_label(compiled), *facts, compiled.hash)
         sizes: Any = grid(given.arguments) if callable(grid) else grid
-        launch = Launch(seen[compiled.hash], compiled, tuple(sizes), dict(given.arguments))
-        trace.launched(launch)
+        trace.launched(Launch(seen[compiled.hash], compiled, tuple(sizes), dict(given.arguments)))
 
     former_driver = active_driver(driver)
     driver.set_active(_absent_driver(target))

@@ -92,6 +92,7 @@ def test_aot_compiles_what_a_step_launches(steps):
 
 # Triton's own launch path, unpatched, on real tensors, up to the launch itself.
 LAUNCHES = """
+import sys
 import types
 import torch
 import torch.nn.functional as F
@@ -100,9 +101,28 @@ from triton.runtime.driver import driver
 from fastvit_kernels.tools.aot import TARGETS, compile_step
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.commands.compile import model_step
+from fastvit_kernels.commands.models import fused_model, input_shape, logits_of
 from fastvit_kernels.models.presets import create_vit
+from fastvit_kernels.runtime.compat import define_torchvision_operators
 
+define_torchvision_operators()
 target = TARGETS["sm_90"]
+
+def ours():
+    return create_vit("vit_mnist", depth=1)
+
+def timm():
+    import timm
+    return timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=8)
+
+def torchvision():
+    from torchvision.models import VisionTransformer
+    return VisionTransformer(64, 16, 2, 3, 192, 768, num_classes=8)
+
+def hf():
+    from transformers import ViTConfig, ViTForImageClassification
+    sizes = dict(hidden_size=192, num_attention_heads=3, intermediate_size=768, image_size=64)
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=2, num_labels=8, **sizes))
 
 class Driver:
     launcher_cls = staticmethod(lambda source, metadata: lambda *arguments: None)
@@ -115,24 +135,31 @@ class Driver:
     get_current_target = staticmethod(target.triton_target)
 
 with torch.device("meta"):
-    step = model_step(create_vit("vit_mnist", depth=1), 2, "bf16", train=True)
-ahead = {kernel.key for kernel in compile_step(step, target)}
+    step = model_step(fused_model(sys.argv[1]), 2, "bf16", train=True)
+kernels = compile_step(step, target)
+ahead = {kernel.key for kernel in kernels}
+stems = {kernel.kernel.partition("_")[0] for kernel in kernels}
+assert stems >= {"patch", "norm", "linear", "attention", "mlp", "column"}, stems
 launched = set()
 knobs.runtime.kernel_load_start_hook = lambda *arguments: launched.add(arguments[-1])
 driver.set_active(Driver())
 gpu = Gpu(target.name, target.num_sms, target.shared_limit)
 with on_absent_gpu(gpu), backend("triton"):
-    vit = create_vit("vit_mnist", depth=1)
+    vit = fused_model(sys.argv[1]).train()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(vit(torch.rand(2, 1, 28, 28)), torch.zeros(2, dtype=torch.long))
+        logits = logits_of(vit(torch.rand(2, *input_shape(vit))))
+        loss = F.cross_entropy(logits, torch.zeros(2, dtype=torch.long))
     loss.backward()
 assert len(launched) > 8, launched
 assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
 """
 
 
-def test_aot_cache_keys_are_those_of_launches():
-    result = _run("-c", LAUNCHES)
+@pytest.mark.parametrize("host", ["ours", "timm", "torchvision", "hf"])
+def test_aot_cache_keys_are_those_of_launches(host):
+    if host != "ours":
+        pytest.importorskip("transformers" if host == "hf" else host)
+    result = _run("-c", LAUNCHES, f"__main__:{host}")
     assert result.returncode == 0, result.stderr
 
 
@@ -143,6 +170,30 @@ def test_compile_command_gives_the_kernels_of_a_model():
     kernels = json.loads(result.stdout)
     names = {k["kernel"] for k in kernels}
     assert "norm_fwd" in names and not any("bwd" in name for name in names)
+
+
+# swap_in takes its norm, which no call reaches.
+IDLE = """
+import torch
+from fastvit_kernels.commands import cli
+
+class Idle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.LayerNorm(64), torch.nn.Linear(3, 8)
+
+    def forward(self, images):
+        return self.head(images.mean((2, 3)))
+
+words = ("--model", "__main__:Idle", "--batch", "2", "--arch", "sm_90", "--json")
+raise SystemExit(cli.main(["compile", *words]))
+"""
+
+
+def test_compile_command_refuses_a_model_that_launches_nothing():
+    result = _run("-c", IDLE)
+    assert result.returncode == 2 and not result.stdout, result.stdout
+    assert "__main__:Idle launches no kernel" in result.stderr
 
 
 def test_processes_share_the_kernels_of_a_step(steps):
