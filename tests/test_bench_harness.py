@@ -225,7 +225,7 @@ def test_a_forced_route_is_taken(name):
 
 @pytest.mark.parametrize("name", ["attention", "qkv_attention"])
 @pytest.mark.parametrize(("B", "T", "others"), [
-    (1, 197, ["library"]), (1, 2305, ["triton"]), (66, 197, ["library", "triton"]),
+    (1, 197, ["library"]), (1, 2305, ["library", "triton"]), (66, 197, ["library", "triton"]),
 ])  # fmt: skip
 def test_attention_is_timed_by_the_other_routes_too(name, B, T, others):
     """Where Gluon is the default, by plain Triton too."""

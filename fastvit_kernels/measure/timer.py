@@ -136,8 +136,7 @@ class CudaTimer(Timer):
         return replay
 
     def _give_up_capture(self) -> None:
-        """What torch leaves as it was when a capture fails: its pool takes every allocation, and
-        the generator counts for a graph."""
+        """End what torch leaves on: its pool has every allocation, random numbers are a graph's."""
         device = torch.cuda.current_device()
         torch._C._cuda_endAllocateToPool(device, self._pool)  # pyright: ignore
         torch._C._cuda_releasePool(device, self._pool)  # pyright: ignore

@@ -430,10 +430,9 @@ def _library_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
 def _first_of(library: Any, pingpong: Any, own: Callable[..., Any], fits: Any) -> Any:
     """The library's config where LIBRARY_FROM says so, Gluon's where it fits, else the plain."""
 
-    def default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
-        others = mask, heads
+    def default(gpu: Gpu, dtype: str, D: int, tokens: int, *others: str) -> Any:
         first, _ = LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
-        is_ours = (library, gpu.arch, D, mask) == (LIBRARY_FWD, "sm_90", 64, "none")
+        is_ours = (library, gpu.arch, D, others[0]) == (LIBRARY_FWD, "sm_90", 64, "none")
         if tokens >= first and not is_ours and _library_fits(gpu, dtype, D, tokens, *others):
             return library
         in_turns = fits(gpu, pingpong, dtype, D, tokens, *others)

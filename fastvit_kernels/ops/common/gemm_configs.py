@@ -113,27 +113,21 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return TILE_64K
     if 0 < N % 128 <= 64:  # a last column of 128 would be half empty
         return TMA_NARROW if by_tma else NARROW
-    if _is_long(gpu, tiles, N, K):
+    many = gpu.arch == "sm_90" and tiles >= MANY_TILES * gpu.num_sms
+    if many and N % 256 == 0 and TRITON_MAX_K["sm_90"] < K <= LONG_K:
         return WIDE_TMA
     if gpu.arch == "sm_80":
         return FLAT  # by the model 5 % quicker
     return TMA_PAIR if by_tma else PERSISTENT
 
 
-def _is_long(gpu: Gpu, tiles: int, N: int, K: int) -> bool:
-    """Whether K is beyond TRITON_MAX_K, and the Triton GEMM still the quicker."""
-    many = tiles >= MANY_TILES * gpu.num_sms and N % 256 == 0
-    return gpu.arch == "sm_90" and many and TRITON_MAX_K["sm_90"] < K <= LONG_K
-
-
 def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
-    tiles = -(-M // TILE.block_m) * -(-N // TILE.block_n)
-    is_long = TRITON_MAX_K.get(gpu.arch, 0) < K and not _is_long(gpu, tiles, N, K)
-    if dtype == "fp32" or is_long:
+    tile = triton_tile(gpu, M, N, K, dtype)
+    if dtype == "fp32" or (TRITON_MAX_K.get(gpu.arch, 0) < K and tile != WIDE_TMA):
         return LIBRARY
     if K % TILE.block_k and gpu.arch not in TMA_ARCHS:
         return LIBRARY  # the masks of K spill in the persistent tiles
-    return triton_tile(gpu, M, N, K, dtype)
+    return tile
 
 
 def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
