@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -208,11 +209,18 @@ def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
 
 
 class Rehearsed(FakeTimer):
-    """One provider of ours raises while it is timed."""
+    """One provider of ours raises while it is timed. All is timed on the stream of captures."""
 
-    work = None
+    work, inside = None, False
+
+    @contextmanager
+    def stream(self):
+        self.inside = True
+        yield
+        self.inside = False
 
     def sample(self, run, count, flush):
+        assert self.inside
         if self.work is not None and self.work.current == "ours-stored":
             raise RuntimeError("no kernel image")
         return super().sample(run, count, flush)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from stand_in_gpu import Gpu
@@ -57,6 +59,41 @@ def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):
     gpu.calls.clear()
     replay()
     assert gpu.calls == ["replay"]
+
+
+def test_a_capture_that_fails_leaves_nothing_on(gpu, monkeypatch):
+    """As torch leaves it, its pool takes every allocation, and no random number can be drawn."""
+
+    class Generator:
+        def __init__(self, device="cuda"):
+            self.seed = 7
+
+        def initial_seed(self):
+            return self.seed
+
+        def manual_seed(self, seed):
+            self.seed = seed
+
+        def graphsafe_get_state(self):
+            return f"a fresh state of seed {self.seed}"
+
+        def graphsafe_set_state(self, state):
+            gpu.calls.append(state)
+
+    def run(_):
+        if "capture in the pool" in gpu.calls:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    for name in ("end", "release"):
+        full = {"end": "_cuda_endAllocateToPool", "release": "_cuda_releasePool"}[name]
+        say = partial(lambda name, device, pool: gpu.calls.append(f"{name} {pool}"), name)
+        monkeypatch.setattr(torch._C, full, say, raising=False)
+    monkeypatch.setattr(torch.cuda, "default_generators", [Generator()])
+    monkeypatch.setattr(torch, "Generator", Generator)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        gpu.timer.capture(Step(lambda: None, run))
+    told = ["end the pool", "release the pool", "a fresh state of seed 7"]
+    assert [call for call in gpu.calls if call in told] == told
 
 
 def test_a_device_is_lost_where_it_says_so_twice(gpu):

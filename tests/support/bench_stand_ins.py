@@ -16,14 +16,14 @@ from bench.measure import Bench
 from bench.plan import Task
 from bench.roofs import Roofs
 from bench.rows import Row
-from fastvit_kernels.measure.timer import Step
+from fastvit_kernels.measure.timer import Step, Timer
 
 CPU = torch.device("cpu")
 TINY = providers.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
 ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
 
 
-class FakeTimer:
+class FakeTimer(Timer):
     """Runs everything once and says what time it took by a table, so that ratios are known."""
 
     def __init__(self, ms: float = 1.0):
