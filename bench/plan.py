@@ -162,7 +162,7 @@ def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
 _VIT_GROUPS = (
     (0, 30.0, (BASELINE, "swapped", EAGER_GRAPH, "swapped+graph")),
     (2, 120.0, ("compile", "swapped+compile")),
-    (5, 120.0, (SEARCH,)),
+    (5, 240.0, (SEARCH,)),
 )
 
 
@@ -278,7 +278,7 @@ def op_target(
 
 
 def vit_target(
-    case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 120.0
+    case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 240.0
 ) -> Task:
     """A model in some ways; those `beside` are measured again, in the turns of the others."""
 

@@ -4,8 +4,8 @@
     python -m bench contact --seconds 540 --out DIR --resume    goes on with what is not done
     python -m bench contact --seconds 540 --dry-run             the stages and their seconds
 
-Each stage is an ordinary command and can be run alone. First what is right, on all cores, each case
-in a process of its own; then, alone on the machine, how fast. Every result is in DIR the moment it
+Each stage is an ordinary command and can be run alone. First what is right, on all cores, in
+processes of their own; then, alone on the machine, how fast. Every result is in DIR the moment it
 exists. What hangs is killed, named, and left alone by --resume; so is what loses the device: its
 process ends, and the next case has a fresh one. What is run again is what the sources changed, and
 on another GPU, driver, torch or triton everything.

@@ -6,6 +6,8 @@ numbers that are not finite, life with the rest of torch) read OPS.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..models.vit import VisionTransformer
@@ -30,14 +32,23 @@ OPS: dict[str, Op] = {
 
 
 def _vision_transformer(v: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = VisionTransformer(
-            img_size=v.img_size, patch_size=v.patch_size, num_classes=10, embed_dim=v.C,
-            depth=v.depth, num_heads=v.H, mlp_ratio=v.F / v.C, reg_tokens=1, init_values=0.5,
-        )  # fmt: skip
-    images = Draw(device, dtype)(v.B, 3, *v.img_size, grad=False)
-    return model_case(model.to(device, dtype).eval(), images)
+    """A whole model; it is built when it is first asked for."""
+
+    @functools.cache
+    def whole() -> Case:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = VisionTransformer(
+                img_size=v.img_size, patch_size=v.patch_size, num_classes=10, embed_dim=v.C,
+                depth=v.depth, num_heads=v.H, mlp_ratio=v.F / v.C, reg_tokens=1, init_values=0.5,
+            )  # fmt: skip
+        images = Draw(device, dtype)(v.B, 3, *v.img_size, grad=False)
+        return model_case(model.to(device, dtype).eval(), images)
+
+    return Case(
+        "VisionTransformer", lambda **x: whole().function(**x),
+        lambda **x: whole().specification(**x), lambda: whole().make(),
+    )  # fmt: skip
 
 
 def check_cases(v: Sizes, device: torch.device, dtype: torch.dtype) -> list[Case]:

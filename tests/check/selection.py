@@ -23,7 +23,17 @@ from . import all_configs
 from .all_configs import Run
 from .isolated import Job, Outcome, run_isolated
 from .results_cache import ResultsCache
-from .worker import asked, cases_of, check_job, config_job, lines_of, rest_of, result_of, runs_of
+from .worker import (
+    asked,
+    cases_of,
+    check_job,
+    config_job,
+    grouped,
+    lines_of,
+    rest_of,
+    results_of,
+    runs_of,
+)
 
 
 class NoSuchCase(ValueError):
@@ -44,7 +54,7 @@ class Selection:
     left_out: int = 0  # jobs that the budget did not allow
 
 
-def _outcomes(wanted: Selection, jobs: Mapping[Job, Case]) -> Iterator[Outcome]:
+def _outcomes(wanted: Selection, jobs: Mapping[Job, Any]) -> Iterator[Outcome]:
     """Of each job in a process of its own; else of each line of each job."""
     wanted.left_out = len(jobs)
     if wanted.jobs:
@@ -79,13 +89,14 @@ def run_cases(wanted: Selection) -> Iterator[Result]:
         if pairs.pop((result.name, result.dtype), None) is not None:
             yield result
     jobs = {check_job(*pair, wanted.device): case for pair, case in pairs.items()}
-    dtypes = dict(zip(jobs, (dtype for _, dtype in pairs), strict=True))
+    if wanted.jobs:
+        jobs = dict.fromkeys(grouped([*jobs], wanted.jobs), next(iter(pairs.values()), None))
     for outcome in _outcomes(wanted, jobs):
-        if outcome.is_cut:
-            continue
-        result = result_of(outcome, dtypes[outcome.job])
-        wanted.kept.add(**result.as_dict())
-        yield result
+        for result in results_of(outcome):
+            pairs.pop((result.name, result.dtype), None)
+            wanted.kept.add(**result.as_dict())
+            yield result
+    wanted.left_out = len(pairs)
 
 
 def run_configs(wanted: Selection) -> Iterator[Run]:

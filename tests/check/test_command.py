@@ -1,5 +1,6 @@
 """The words of `python -m tests.check`, and what it says."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,10 @@ from fastvit_kernels.verify.accuracy import Error
 from fastvit_kernels.verify.runner import Result
 
 from . import __main__ as command
+from . import worker
 from .__main__ import main
 from .all_configs import Run
+from .isolated import Outcome
 
 
 @pytest.fixture
@@ -59,6 +62,29 @@ def test_what_time_left_out_is_neither_right_nor_wrong(answers, capsys, all_conf
     answers.left_out = 0
     assert main([*words, "--only", "a"]) == wrong
     assert main(words) == (wrong or all_configs), "no other table was reached"
+
+
+def test_cases_share_processes_and_one_that_dies_costs_itself():
+    cpu = torch.device("cpu")
+    jobs = worker.grouped([worker.check_job(name, "fp32", cpu) for name in "abcde"], 2)
+    assert [[json.loads(w)["name"] for w in job.command[3:]] for job in jobs] == [
+        ["a", "c", "e"], ["b", "d"]
+    ]  # fmt: skip
+    right = Result("a", "fp32", [Error("out", 0.1, 0.1, 0.5, 0.5, 1.0, 1.0)], None, 1.0)
+    lines = [{"tried": "a"}, right.as_dict(), {"tried": "c"}]
+    died = Outcome(jobs[0], lines, "the process was ended by SIGSEGV")
+    passed, failed = worker.results_of(died)
+    assert passed == right and (failed.name, failed.failure) == ("c", died.failure)
+    (rest,) = worker.rest_of(died)
+    assert [json.loads(w)["name"] for w in rest.command[3:]] == ["e"]
+    lost = Outcome(jobs[0], lines[:2], "the process ended with status 4")  # of the case before
+    assert [result.why for result in worker.results_of(lost)] == [lost.failure]
+    assert [json.loads(w)["name"] for w in worker.rest_of(lost)[0].command[3:]] == ["c", "e"]
+    silent = Outcome(jobs[1], [], "the process ended with status 1: no module named triton")
+    assert [result.name for result in worker.results_of(silent)] == ["b"]
+    assert [json.loads(w)["name"] for w in worker.rest_of(silent)[0].command[3:]] == ["d"]
+    cut = Outcome(jobs[0], lines, None, is_cut=True)
+    assert worker.results_of(cut) == [right] and worker.rest_of(cut) == []
 
 
 def test_the_row_of_a_table_has_its_worst_run(monkeypatch):

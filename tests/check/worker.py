@@ -1,6 +1,8 @@
-"""What one job of `check` runs: a case in one dtype, a JSON line for each result.
+"""What one job of `check` runs: cases in one dtype each, a JSON line for each result.
 
-python -m tests.check.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}'
+python -m tests.check.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}' ...
+
+A process costs seconds before its first kernel, so several cases share one.
 
 `forced` is None for the case as it ships; else the settings behind which its tables are reached,
 each of whose configs runs, by their places in the tables. Before a config a line says that it is
@@ -69,8 +71,25 @@ def asked(job: Job) -> dict[str, Any]:
     return json.loads(job.command[-1])
 
 
+def grouped(jobs: Sequence[Job], count: int) -> list[Job]:
+    """`check_job`s in so many processes, each case in one of them."""
+    groups = [jobs[i::count] for i in range(min(count, len(jobs)))]
+    return [replace(g[0], command=(*g[0].command, *(j.command[-1] for j in g[1:]))) for g in groups]
+
+
+def _told(job: Job) -> list[str]:
+    return [word for word in job.command if word.startswith("{")]
+
+
 def rest_of(outcome: Outcome) -> list[Job]:
-    """A job for the configs that a dead process of a `config_job` has not tried."""
+    """A job for the cases or configs that a dead process has not tried."""
+    if asked(outcome.job)["forced"] is None:
+        told = _told(outcome.job)
+        rest = told[max(1, sum("tried" in line for line in outcome.lines)) :]
+        if outcome.failure is None or not rest:
+            return []
+        command = (*outcome.job.command[: -len(told)], *rest)
+        return [replace(outcome.job, name=json.loads(rest[0])["name"], command=command)]
     tried = {(line["table"], line["config"]) for line in outcome.lines if "tried" in line}
     if outcome.failure is None or not tried:  # one that dies before the first would die again
         return []
@@ -82,12 +101,17 @@ def rest_of(outcome: Outcome) -> list[Job]:
     return [replace(outcome.job, command=command)] if what["forced"] else []
 
 
-def result_of(outcome: Outcome, dtype: str) -> Result:
-    """Of a `check_job`."""
-    if outcome.lines and outcome.failure is None:
-        return Result.from_dict(outcome.lines[-1])
-    failure = outcome.failure or "the process said nothing"
-    return Result(outcome.job.name, dtype, [], failure, 0.0)
+def results_of(outcome: Outcome) -> list[Result]:
+    """Of a `check_job`; the case that ended the process has a failure."""
+    results = [Result.from_dict(line) for line in outcome.lines if "tensors" in line]
+    told = [json.loads(word) for word in _told(outcome.job)]
+    begun = max(1, sum("tried" in line for line in outcome.lines))
+    if len(results) < begun and not outcome.is_cut:
+        failure, of = outcome.failure or "the process said nothing", told[len(results)]
+        results.append(Result(of["name"], of["dtype"], [], failure, 0.0))
+    elif outcome.failure is not None and results[-1].passed:  # it died of what it had run
+        results[-1] = replace(results[-1], failure=outcome.failure)
+    return results
 
 
 def runs_of(outcome: Outcome) -> list[Run]:
@@ -127,21 +151,25 @@ def lines_of(job: Job, case: Case) -> Iterator[dict[str, Any]]:
             yield {**line, "tried": False, "share": run.share, "fault": run.fault}
 
 
-def main(argument: str) -> int:
-    """Run what the JSON says, until the device is lost."""
-    job = Job("", (argument,))
-    what = asked(job)
-    device = torch.device(what["device"])
-    cases = cases_of(device, what["dtype"], what["forced"] is not None)
-    (case,) = (case for case in cases if case.name == what["name"])
-    with quiet_interpreter():
-        for line in lines_of(job, case):
-            print(json.dumps(line), flush=True)
-            if line.get("fault") is not None and (lost := device_lost(device)) is not None:
-                print(f"the device is lost: {lost}", file=sys.stderr)
-                return LOST
+def main(words: Sequence[str]) -> int:
+    """Run what each JSON says, until the device is lost."""
+    for word in words:
+        job = Job("", (word,))
+        what = asked(job)
+        device = torch.device(what["device"])
+        cases = cases_of(device, what["dtype"], what["forced"] is not None)
+        (case,) = (case for case in cases if case.name == what["name"])
+        with quiet_interpreter():
+            if what["forced"] is None:
+                print(json.dumps({"tried": what["name"]}), flush=True)
+            for line in lines_of(job, case):
+                print(json.dumps(line), flush=True)
+                fault = line.get("fault") or line.get("failure")
+                if fault is not None and (lost := device_lost(device)) is not None:
+                    print(f"the device is lost: {lost}", file=sys.stderr)
+                    return LOST
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

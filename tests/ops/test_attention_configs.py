@@ -11,7 +11,7 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, rand
 
-from fastvit_kernels.ops.attention import launch
+from fastvit_kernels.ops.attention import configs, launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
@@ -177,6 +177,17 @@ def test_query_parts_hold_all_queries():
         (64, 0, 0), (128, 128, 0), (128, 128, 16), None,
     ]  # fmt: skip
     assert query_parts(197, close=True) == (128, 64, 16)
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 9)], ids=["3.6", "3.9"])
+def test_defaults_fit_by_every_triton(monkeypatch, version):
+    """By 3.9 fp32 at D = 192 took the 16-bit tile, too large for shared memory."""
+    monkeypatch.setattr(configs, "VERSION", version)
+    masks = ("none", "causal", "keys", "bool", "add", "varlen")
+    for on, dtype, D, mask in product((H100, A100), ("bf16", "fp32"), (32, 64, 80, 192), masks):
+        key = (dtype, D, 640, mask, "many")
+        for table in (FWD_TABLE, DQ_TABLE, DKDV_TABLE):
+            assert table.fits(on, table.default(on, *key), *key), (table.name, on.arch, key)
 
 
 def test_attention_forward_owns_128_queries_beside_keys_where_they_pad_no_further():

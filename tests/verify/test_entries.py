@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,8 +168,12 @@ def test_every_call_is_asked():
 
 
 def test_the_model_of_check_is_as_its_sizes_say(monkeypatch):
-    monkeypatch.setattr(cases, "model_case", lambda *of: of)
-    model, images = check_cases(SMALL, CPU, torch.float16)[-1]
+    made = []
+    whole = SimpleNamespace(make=dict)
+    monkeypatch.setattr(cases, "model_case", lambda *of: made.append(of) or whole)
+    case = check_cases(SMALL, CPU, torch.float16)[-1]
+    assert not made and case.make() == case.make() == {}  # built once, when it is asked for
+    ((model, images),) = made
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float16}
     assert [block.attn.num_heads for block in model.blocks] == [SMALL.H] * SMALL.depth
     assert images.shape == (SMALL.B, 3, *SMALL.img_size) and images.dtype is torch.float16

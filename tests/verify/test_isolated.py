@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,12 @@ pytest.importorskip("rich")
 
 def job(name, code):
     return Job(name, (sys.executable, "-c", code))
+
+
+def planted(code, name, *others):
+    """What a `check_job` is told, to a process that runs this code."""
+    told, instead = worker.check_job(name, *others), job(name, code)
+    return replace(instead, command=(*instead.command, told.command[-1]))
 
 
 GOOD = 'print(\'{"name": "good"}\', flush=True)'
@@ -135,8 +142,9 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
         "layer_norm_and_input": f"print({json.dumps(passes)!r})",
     }
 
-    def check_job(name, *_):
-        return replace(job(name, code[name]), timeout=None if name == "layer_norm" else math.inf)
+    def check_job(name, *others):
+        timeout = None if name == "layer_norm" else math.inf
+        return replace(planted(code[name], name, *others), timeout=timeout)
 
     ended, clock = [], clock_of(path)
 
@@ -301,7 +309,7 @@ def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried)
     monkeypatch.setattr(worker, "device_lost", lambda device: lost)
     every = {(reached.table, c) for c in reached.configs()[:2]}
     done = {(reached.table, c) for c in reached.configs()} - every
-    status = worker.main(worker.config_job([reached], "fp32", DEVICE, done).command[-1])
+    status = worker.main([worker.config_job([reached], "fp32", DEVICE, done).command[-1]])
     said = capsys.readouterr()
     lines = [json.loads(line)["tried"] for line in said.out.splitlines()]
     assert lines == [True, False] * tried
@@ -311,9 +319,10 @@ def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried)
 def test_what_a_process_said_before_it_died_is_no_result():
     (passes,) = worker.cases_of(DEVICE, "fp32", False)[:1]
     line = run_case(passes, "fp32").as_dict()
-    died = worker.result_of(Outcome(job(passes.name, ""), [line], "ended by SIGSEGV"), "fp32")
+    told = worker.check_job(passes.name, "fp32", DEVICE)
+    (died,) = worker.results_of(Outcome(told, [line], "ended by SIGSEGV"))
     assert line["passed"] and not died.passed and died.why == "ended by SIGSEGV"
-    silent = worker.result_of(Outcome(job(passes.name, ""), [], None), "fp32")
+    (silent,) = worker.results_of(Outcome(told, [], None))
     assert not silent.passed and silent.why == "the process said nothing"
 
 
@@ -372,8 +381,10 @@ def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out
     monkeypatch.setattr(worker, "run_case", lambda case, dtype: replace(result, name=case.name))
 
     def run(given, *_, budget, then):
-        lines = [result.as_dict()] if budget > 0 else []
-        return (Outcome(j, [{**x, "name": j.name} for x in lines], None, not lines) for j in given)
+        for j in given:
+            names = [json.loads(word)["name"] for word in j.command[3:]]
+            lines = [{**result.as_dict(), "name": name} for name in names] if budget > 0 else []
+            yield Outcome(j, lines, None, not lines)
 
     monkeypatch.setattr(selection, "run_isolated", run)
     wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), budget)
@@ -421,9 +432,9 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
     code = {"linear": DIES, "layer_norm_and_input": f"print({json.dumps(passes)!r})"}
     started = []
 
-    def check_job(name, *_):
+    def check_job(name, *others):
         started.append(name)
-        return job(name, code[name])
+        return planted(code[name], name, *others)
 
     monkeypatch.setattr(selection, "check_job", check_job)
     monkeypatch.setattr(selection, "cases_of", lambda *_: [cases[name] for name in code])
@@ -441,7 +452,7 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
 
 def test_a_budget_leaves_cases_out_and_says_so(monkeypatch, capsys):
     cases = worker.cases_of(DEVICE, "fp32", False)[:2]
-    monkeypatch.setattr(selection, "check_job", lambda name, *_: job(name, HANGS))
+    monkeypatch.setattr(selection, "check_job", partial(planted, HANGS))
     monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
     words = ["--jobs", "2", "--dtype", "fp32", "--time-budget", "0.05"]
     assert main(words) == 3
