@@ -3,9 +3,9 @@
 A key of the tables is (dtype, padded D, tokens, mask, heads): tokens is the bucket of the longer
 of queries and keys, by its upper end; mask one of "none", "causal", "keys" (boolean, by key),
 "bool", "add", "varlen" (packed sequences), or with dropout "none+dropout" and so on; heads "many"
-where there are at least MANY_HEADS a SM, "scarce" where there is less than one, else "few". Not yet
-measured: the compile command chose the configs, so that no default spills on sm_80 and sm_90, and
-that wgmma on sm_90 stays in flight and is at least 16 columns wide.
+where there are at least MANY_HEADS a SM, "scarce" where there is less than one, else "few". An H100
+has measured D = 64 without mask, the compile command chose the rest: no default spills on sm_80 and
+sm_90, and wgmma on sm_90 stays in flight and is at least 16 columns wide.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ class BwdForm(NamedTuple):
 
 
 # Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
-# why; but the forward at D = 64 on sm_90 is ours. On an H100 at T = 2305 and 4097 ours takes 0.90
-# and 0.96 of the library's time, our backward 1.01 and 1.11. "modelled": beside published times.
+# why; but the forward at D = 64 on sm_90 is ours. On an H100 at T = 2305 and 4097 ours takes 0.9 to
+# 0.97 of the library's time, our backward 1.01 and 1.11. "modelled": beside published times.
 LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "measured, H100, D = 64")}
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
 # Two groups of warps in turns, and the T by D for which they are the default on sm_90: where by the
-# model of docs/compile.md they take at least 10 % less (docs/attention.md has the table). Elsewhere
-# they do not run. Not yet measured.
+# model of docs/compile.md they take at least 10 % less (docs/attention.md has the table, and what
+# an H100 measured at D = 64). Elsewhere they do not run.
 PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
 PINGPONG_BWD = BwdForm(one_pass=True, route="gluon")
 PINGPONG_FWD_TOKENS = {32: range(65, 273), 64: range(65, 641), 128: range(65, 4097)}
