@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.compat import end_pool, release_pool
+
 MIB = 2**20
 LEAST_COLD = 32 * MIB
 INFINITY_CACHE = 256 * MIB  # of MI300 and MI350, behind the L2 that ROCm reports
@@ -138,8 +140,8 @@ class CudaTimer(Timer):
     def _give_up_capture(self) -> None:
         """End what torch leaves on: its pool has every allocation, random numbers are a graph's."""
         device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, self._pool)  # pyright: ignore
-        torch._C._cuda_releasePool(device, self._pool)  # pyright: ignore
+        end_pool(device, self._pool)
+        release_pool(device, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         generator, fresh = torch.cuda.default_generators[device], torch.Generator("cuda")
         fresh.manual_seed(generator.initial_seed())

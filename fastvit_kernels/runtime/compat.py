@@ -343,6 +343,9 @@ raw_stream: Callable[[int], int] = _find(
     "torch:_C._cuda_getCurrentRawStream",
     gone=lambda index: torch.cuda.current_stream(index).cuda_stream,
 )
+# Of the pool of a graph whose capture failed: nothing is allocated there, it is freed. Gone: both.
+end_pool: Any = _find("torch:_C._cuda_endAllocateToPool", gone=lambda device, pool: None)
+release_pool: Any = _find("torch:_C._cuda_releasePool", gone=lambda device, pool: None)
 # torch's own attention: F's attribute of this name may be ours by now, as a drop-in. Gone: F's.
 torch_sdpa: Callable[..., Tensor] = _find(
     "torch:_C._nn.scaled_dot_product_attention", gone=F.scaled_dot_product_attention

@@ -75,7 +75,8 @@ class _Counting(TorchDispatchMode):
         return result
 
     def add(self, name: str, tree: Any, less: int = 0) -> None:
-        moved = sum(tensor_bytes(x) for x in tree_leaves(tree) if isinstance(x, Tensor)) - less
+        leaves = [getattr(x, "base", x) for x in tree_leaves(tree)]  # a tensor map's tensor
+        moved = sum(tensor_bytes(x) for x in leaves if isinstance(x, Tensor)) - less
         if moved:
             self.count.calls.append(Call(name, moved))
 

@@ -697,9 +697,9 @@ FAULTS += [  # what the judges are asked, and with which numbers
         ("test_bench_session.py::test_rows_say_which_code_has_run",),
     ),
     Fault(
-        "judge-dead-process", "tests/check/worker.py", "result_of",
+        "judge-dead-process", "tests/check/worker.py", "results_of",
         "a process that died has passed",
-        "if outcome.lines and outcome.failure is None:", "if outcome.lines:",
+        "outcome.failure is not None and results[-1].passed", "False",
         (f"{LATE}what_a_process_said_before_it_died_is_no_result",),
     ),
     Fault(
