@@ -28,7 +28,9 @@ from .hosts.roles import weight_and_bias
 POSITIONS = ("pos_embed", "pos_embedding", "position_embeddings", "position_embedding.weight")
 MASKED = "fused where it is called without a mask"
 IN_GRAPHS = "in a graph: no handover from norm to linear, under autocast 8 C bytes a token more"
-IN_GLUON = "attention in Gluon where docs/attention.md says so (FASTVIT_KERNELS_GLUON=0: none)"
+IN_GLUON = (
+    "Gluon kernels where docs/attention.md and linear.md say so (FASTVIT_KERNELS_GLUON=0: none)"
+)
 OURS = (Block, PatchEmbed, Attention, Mlp, GluMlp, SwiGLU, LayerNorm, RmsNorm)
 _OUR_FORWARDS = frozenset(cls.forward for cls in OURS)
 Why = Callable[[Any], str | None]  # why a swapped module runs its host's forward, None: it doesn't

@@ -22,12 +22,12 @@ RETURN = Op("", "ret", ())
 class Role(NamedTuple):
     """What one group of warps runs."""
 
-    warps: int  # wgmma takes four, else it is one that copies
+    warps: int  # four, or one that copies
     thread: int  # one of its threads
     ptx: Ptx  # in which it alone runs
     blocks: frozenset[int]  # of that, its own
     code: list[Instruction]
-    multiplies: bool
+    computes: bool  # others copy
 
 
 class RolePtx(Ptx):
@@ -137,17 +137,19 @@ def _without_waits(block: list[Instruction]) -> list[Instruction]:
 
 
 def roles(code: Sequence[Instruction], ptx: Ptx) -> list[Role]:
-    """Those that multiply or copy, in the order in which they stand."""
-    of_ptx = [
-        (entry, mine, blocks, {op.name.split(".")[0] for b in blocks for op in mine.blocks[b].ops})
-        for entry, mine, blocks in _of_ptx(ptx)
-    ]
-    of_ptx = [one for one in of_ptx if one[3] & {"wgmma", "cp"}]
-    of_sass = [
-        one for one in _of_sass(code) if {i.kind for i in one} & {"HGMMA", "UTMALDG", "UTMASTG"}
-    ]
+    """Those that multiply, copy or store, in the order in which they stand."""
+    works = "wgmma", "cp.async.bulk", "st.global"
+    of_ptx = []
+    for entry, mine, blocks in _of_ptx(ptx):
+        names = [op.name for b in blocks for op in mine.blocks[b].ops]
+        does = {work for work in works if any(name.startswith(work) for name in names)}
+        if does:
+            of_ptx.append((entry, mine, blocks, does))
+    kinds = {"HGMMA", "UTMALDG", "UTMASTG", "STG"}
+    of_sass = [one for one in _of_sass(code) if {i.kind for i in one} & kinds]
     assert len(of_ptx) == len(of_sass), "roles of PTX and SASS differ in number"
-    return [
-        Role(4 if "wgmma" in kinds else 1, 128 if entry else 0, mine, blocks, own, "wgmma" in kinds)
-        for (entry, mine, blocks, kinds), own in zip(of_ptx, of_sass, strict=True)
-    ]
+    made = []
+    for (entry, mine, blocks, does), own in zip(of_ptx, of_sass, strict=True):
+        computes = does != {"cp.async.bulk"}
+        made.append(Role(4 if computes else 1, 128 if entry else 0, mine, blocks, own, computes))
+    return made

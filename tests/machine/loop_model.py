@@ -63,6 +63,8 @@ ROOFS = {
     "sm_80": Roof("A100 80 GB", 108, 1.41, 0, 256, 2, 1830.0, 5120),
     "sm_90": Roof("H200", 132, 1.52, 512, 320, 1, 4300.0, 10240),
 }
+# By what one measured (docs/benchmarks.md): its copies, and the clock of sustained products.
+H100 = Roof("H100 80 GB", 132, 1.40, 512, 320, 1, 3008.0, 10240)
 UNITS = ("tensor", "issue", "MUFU", "fp32", "ALU", "shared")
 
 
@@ -186,7 +188,7 @@ def _side_by_side(
     share = [role.warps / num_warps for role, _ in found]
     return Work(
         {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
-        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.multiplies),
+        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
         sum(w.multiply_adds for w in each), sum(w.bytes_moved for w in each),
         any(w.guessed for w in each),
     )  # fmt: skip

@@ -13,6 +13,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
     FLAT,
     FWD_TABLE,
     HIDDEN_TABLE,
+    IN_ROLES,
     LIBRARY,
     PERSISTENT,
     SMALL,
@@ -31,7 +32,7 @@ from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.backend import gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.runtime.triton import triton
+from fastvit_kernels.runtime.triton import has_gluon, triton
 from fastvit_kernels.tools.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -256,7 +257,10 @@ def test_gemm_defaults():
     assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == LIBRARY
     assert choose(on["sm_80"], 65536, 768, 1000, "bf16") == LIBRARY  # no multiple of BLOCK_K
     assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == TMA_PAIR
-    assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_TILE
+    in_roles = IN_ROLES if has_gluon() else TMA_TILE
+    for N, K in ((768, 192), (3072, 768), (4096, 1024)):
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, N, K, "bf16") == in_roles
+    assert HIDDEN_TABLE.choose(on["sm_90"], 4096, 768, 192, "bf16") == TMA_TILE  # few tiles
     assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 1920, 480, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
     with forced_route("triton"):
@@ -282,3 +286,36 @@ def test_gemm_defaults_fit(gpu):
         for N, K, table in itertools.product((C, 4 * C), (C, 4 * C), TABLES):
             config = table.default(gpu, M, N, K, dtype)
             assert config in table.configs and table.fits(gpu, config, M, N, K, dtype)
+
+
+# The Gluon route; tests/machine/device runs its kernel
+
+HOPPER = Gpu("sm_90", 132, 227 * 1024)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_gluon_is_a_candidate_on_hopper_alone(table):
+    if not has_gluon():
+        pytest.skip("triton is not installed, or has another Gluon")
+    for gpu, dtype in itertools.product(GPUS, ("bf16", "fp16", "fp32")):
+        found = {c.route for c in table.candidates(gpu, 16384, 768, 768, dtype)}
+        assert ("gluon" in found) == (gpu.arch == "sm_90" and dtype != "fp32")
+
+
+def test_gluon_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FASTVIT_KERNELS_GLUON", "0")
+    has_gluon.cache_clear()
+    try:
+        assert not FWD_TABLE.fits(HOPPER, IN_ROLES, 16384, 768, 768, "bf16")
+        assert HIDDEN_TABLE.default(HOPPER, 65536, 3072, 768, "bf16") == TMA_TILE
+    finally:
+        has_gluon.cache_clear()
+
+
+def test_what_gluon_cannot_end_takes_the_plain_tile(monkeypatch):
+    monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
+    monkeypatch.setattr(gemm, "INTERPRETED", False)
+    a, b = (rand(256, 64, dtype=bf16, grad=False) for _ in range(2))
+    assert gemm.tile_plan(IN_ROLES, a, b, transposed=True).config == IN_ROLES
+    plain = gemm.tile_plan(IN_ROLES, a, b, transposed=True, plain=True).config
+    assert plain == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")

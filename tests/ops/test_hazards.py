@@ -517,7 +517,7 @@ def unsafe_register_dots(ttgir: str) -> list[str]:
     return unsafe
 
 
-IN_TURNS = {"attention_fwd_pingpong", "attention_bwd_pingpong"}  # written in Gluon
+IN_TURNS = {"attention_fwd_pingpong", "attention_bwd_pingpong", "gemm_in_roles"}  # written in Gluon
 # P V and dP K take P and dS from registers; patch_embed casts fp32 pixels there. A kernel that is
 # not in here and has such a dot is a decision to be taken.
 REGISTER_OPERANDS = {

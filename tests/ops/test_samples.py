@@ -11,10 +11,12 @@ from torch import library
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
 from fastvit_kernels.ops.common import epilogue
-from fastvit_kernels.ops.common.gemm_configs import forced_route
+from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
+from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
+from fastvit_kernels.runtime.configs import forced
 
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24
@@ -117,6 +119,13 @@ def test_linear_forward_backward(route, activation, dtype):
             partial(linear, activation=activation), partial(linear_ref, activation=activation),
             _linear(dtype=dtype),
         )  # fmt: skip
+
+
+def test_linear_where_the_gluon_kernel_is_chosen():
+    """It has no such epilogue, and no interpreter: another config of that GPU runs."""
+    with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", IN_ROLES):
+        residual = rand(B, T, 24, seed=7, dtype=bf16)
+        assert_accurate(linear, linear_ref, {**_linear(24, bf16), "residual": residual})
 
 
 def _mlp(gated=False, F=40):

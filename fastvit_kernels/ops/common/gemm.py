@@ -24,7 +24,7 @@ from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import is_autocast_on
 from ...runtime.configs import launch_plan
 from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
-from .gemm_configs import TMA_ARCHS, GemmConfig
+from .gemm_configs import TMA_ARCHS, GemmConfig, gemm_key, triton_tile
 
 # row blocks that are walked together, so that L2 keeps their columns of b
 GROUP_M = 8
@@ -119,6 +119,7 @@ def _readable_by_tma(
 
 
 class TilePlan(NamedTuple):
+    config: GemmConfig
     programs: int
     options: dict[str, Any]  # constexprs and launch options
     launches: dict[Any, Any]  # by kernel and its flags
@@ -142,16 +143,19 @@ def _tile_plan(
         INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
         **limit,
     )  # fmt: skip
-    return TilePlan(programs, options, {})
+    return TilePlan(config, programs, options, {})
 
 
 def tile_plan(
-    config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False
+    config: GemmConfig, a: Tensor, b: Tensor, *, transposed: bool = False, plain: bool = False
 ) -> TilePlan | None:
     """How a kernel multiplies a (M, K) by b, which is (N, K) where transposed and (K, N) where not.
 
     None where the library has to: by its config, as TMA cannot read an operand, or as its address
     is off 16 bytes, so that the kernel would load element by element.
+
+    Args:
+        plain: no Gluon, whose kernel lacks the epilogue. It has no interpreter either.
     """
     if config.route == "library":
         return None
@@ -169,6 +173,8 @@ def tile_plan(
         if not _readable_by_tma(b.shape, b.stride(), size, contiguous):
             return None
     (M, K), N = a.shape, b.shape[1 - k_axis]
+    if config.route == "gluon" and (plain or INTERPRETED):
+        config = triton_tile(gpu(a.device), *gemm_key(M, N, K, a.dtype))
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, precision)
 

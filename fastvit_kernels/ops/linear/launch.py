@@ -73,7 +73,7 @@ def linear_fwd(
     rows, plan = x, None
     if config.route != "library":
         rows = x.reshape(M, K)
-        plan = tile_plan(config, rows, weight, transposed=True)
+        plan = tile_plan(config, rows, weight, transposed=True, plain=kept)
     if plan is None:
         plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
         late = None  # a bias of another dtype joins in the epilogue, where that need not save z
@@ -90,6 +90,14 @@ def linear_fwd(
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    if plan.config.route == "gluon":
+        from ..common.gemm_in_roles import launch_in_roles
+
+        launch_in_roles(
+            plan, y, z, None, rows, weight, pointers[2], contiguous(bias), pointers[0], pointers[1],
+            sizes[1], sizes[0], activation, hidden=False,
+        )  # fmt: skip
+        return y, z
     tile_launch(
         plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
         *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],

@@ -42,8 +42,17 @@ def _hidden_gradient(
         dact = gemm.matmul(a, b)
         return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
     dz = torch.empty_like(z)
-    partial_shape = (triton.cdiv(M, config.block_m), F if sum_dz else 0)
+    in_roles = plan.config.route == "gluon"  # which sums 64 rows at once
+    partial_shape = (triton.cdiv(M, plan.config.block_m) << in_roles, F if sum_dz else 0)
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
+    if in_roles:
+        from ..common.gemm_in_roles import launch_in_roles
+
+        sums = partial if sum_dz else None
+        launch_in_roles(
+            plan, dz, act, sums, a, b, z, None, None, None, F, 1, activation, hidden=True
+        )
+        return dz, partial
     tile_launch(
         plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
         M, F, N, *a.stride(), *b.stride(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.common.gemm_configs import TMA_TILE
+from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.tools.aot import TARGETS
@@ -35,13 +35,27 @@ def ordering(program: Program) -> list[Op]:
 
 
 def longer() -> list[tuple[str, Recorded]]:
-    """A linear layer whose pipeline is full, and attention whose groups of warps take turns."""
+    """A linear layer whose pipeline is full, and kernels whose groups of warps have roles."""
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
     found = [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
+    found += [("linear in roles, K=320", one) for one in _in_roles()]
     with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", TMA_TILE):
         fk.linear(x, weight, activation="gelu")
     return found + [("linear, K=320", one) for one in machine.recorded or []]
+
+
+def _in_roles() -> list[Recorded]:
+    """Two tiles of one program."""
+    x, weight = torch.randn(200, 320).bfloat16(), torch.randn(136, 320).bfloat16()
+    one_sm = Gpu("sm_90", num_sms=1, shared_limit=TARGETS["sm_90"].shared_limit)
+    with (
+        ptx_machine("sm_90", recorded=[]) as machine,
+        on_absent_gpu(one_sm),
+        forced("linear_fwd", IN_ROLES),
+    ):
+        fk.linear(x, weight.requires_grad_(), activation="gelu")
+    return machine.recorded or []
 
 
 def _attention(D: int) -> list[Recorded]:

@@ -47,6 +47,7 @@ TESTS = {  # by file of the package
     "models/patch_dropout.py": ("swap/test_timm_models.py",),
     "swap/hosts/special/towers.py": ROPE_HOSTS,
     "swap/prove.py": ("swap/test_prove.py",),
+    "ops/common/gemm_in_roles.py": ("machine/device/test_gemm_in_roles.py",),
     "ops/attention/forward_pingpong.py": ("machine/device/test_attention_in_turns.py",),
     "ops/attention/backward_pingpong.py": ("machine/device/test_attention_in_turns.py",),
     "ops/linear/functions.py": ("ops/test_linear.py",),

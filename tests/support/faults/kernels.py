@@ -1328,6 +1328,46 @@ PATCH_EMBED = [
 # What compiled code alone can show: the machine of tests/machine/device notices.
 COMPILED = [
     Fault(
+        "roles-slot-early", "ops/common/gemm_in_roles.py", "_multiply",
+        "a slot given back while its product may still read it",
+        "multiply_wait(1, deps=[acc])", "multiply_wait(2, deps=[acc])",
+    ),
+    Fault(
+        "roles-landed", "ops/common/gemm_in_roles.py", "_load",
+        "one half of the rows of x waited for",
+        "2 * x.block_type.nbytes", "x.block_type.nbytes",
+    ),
+    Fault(
+        "roles-other-rows", "ops/common/gemm_in_roles.py", "_load",
+        "both groups multiply the same rows",
+        "(2 * pid_m + group) * ROWS", "2 * pid_m * ROWS",
+    ),
+    Fault(
+        "roles-bias-column", "ops/common/gemm_in_roles.py", "_stage",
+        "the bias of the first part for all",
+        "column + i * (PARTS // 2) * COLUMNS", "column",
+    ),
+    Fault(
+        "roles-staged", "ops/common/gemm_in_roles.py", "_finish",
+        "sums of the tile before finished",
+        "mbarrier.wait(staged.index(part), phase)", "pass",
+    ),
+    Fault(
+        "roles-free", "ops/common/gemm_in_roles.py", "_stage",
+        "sums written while the last tile's are read",
+        "mbarrier.wait(free.index(FIRST), phase ^ 1)", "pass",
+    ),
+    Fault(
+        "roles-partial-row", "ops/common/gemm_in_roles.py", "_finish",
+        "the column sums of the first 64 rows lost",
+        "rows.to(gl.int64) * N", "pid_m.to(gl.int64) * N",
+    ),
+    Fault(
+        "roles-residual-stride", "ops/common/gemm_in_roles.py", "_finish",
+        "rows of a residual as far apart as those of y",
+        "stride_more + offs_n", "N + offs_n",
+    ),
+    Fault(
         "turns-passed-on", "ops/attention/forward_pingpong.py", "_chunk",
         "the tensor cores never passed on to the other group",
         "mbarrier.arrive(turns.index(1 - GROUP_OF), count=1)", "pass",

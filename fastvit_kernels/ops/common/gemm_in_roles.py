@@ -1,0 +1,270 @@
+"""A GEMM with an epilogue for Hopper, in Gluon: warps with roles, so that products do not wait.
+
+In plain Triton the products of a tile wait for the epilogue of the one before. Here a program has
+four groups of warps. One warp, `_load`, fetches tiles of both operands by TMA into a ring. Two
+groups of four, `_multiply`, multiply 64 rows each of a tile of 128 x 256 and leave the sums, in the
+operands' dtype, in shared memory. A last group of four, `_finish`, makes of them what is written.
+
+    full[slot]      the ring's slot has landed            the loader expects its bytes
+    empty[slot]     its products are done                 both groups arrive
+    staged[part]    64 x 64 sums are there
+    free[part]      they have been read
+
+The kernel is that of `linear` where `more` is the residual and `other` saves z, and that of `mlp`'s
+hidden gradient where HIDDEN: then `more` is z, `other` takes act(z), and partial the column sums of
+dz, a row for each 64. fp32 accumulators; each element is summed over K in order. The sum, with the
+bias, is rounded once to the operands' dtype, as the library rounds it, before the epilogue.
+
+Gluon has no interpreter: tests/machine/device runs the PTX.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...runtime.gluon import (
+    fence,
+    fetch,
+    gl,
+    gluon,
+    mbarrier,
+    multiply,
+    multiply_wait,
+    tensor_map,
+)
+from ...runtime.triton import ANY_BATCH, bind_launch, constant
+from .activation import activate, activate_and_derivative
+from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
+
+GROUP = constant(GROUP_M)
+ROWS = constant(64)  # of a tile that a group multiplies
+COLUMNS = constant(64)  # that are finished at once
+REGISTERS = constant((160, 160, 24))  # of the second multipliers, of those who finish, the loader
+
+
+@gluon.jit
+def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr):
+    """Fetch the operands of each tile in turn, as slots of the ring are free."""
+    x_tiles, weight_tiles, _ = tiles
+    full, empty, _, _ = barriers
+    M, N, K = sizes
+    BLOCK_K: gl.constexpr = x.block_type.shape[1]
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
+    step = 0
+    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
+        for k in range(gl.cdiv(K, BLOCK_K)):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), step // STAGES + 1 & 1)
+            ready = full.index(slot)
+            mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
+            for group in gl.static_range(2):
+                at = [(2 * pid_m + group) * ROWS, k * BLOCK_K]
+                fetch(x, at, ready, x_tiles.index(2 * slot + group))
+            row, column = pid_n * BLOCK_N, k * BLOCK_K
+            at = [row, column] if B_K_LAST else [column, row]
+            fetch(weight, at, ready, weight_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _stage(
+    acc, bias_ptr, column, N, sums, staged, free, phase, FIRST: gl.constexpr, PARTS: gl.constexpr
+):
+    """The sums, with the bias, to shared memory: parts of 64 columns, FIRST is the first one's."""
+    if PARTS > 1:
+        halves = column_halves(acc, acc.shape[0], acc.shape[1])
+        for i in gl.static_range(2):
+            _stage(
+                halves[i], bias_ptr, column + i * (PARTS // 2) * COLUMNS, N, sums, staged, free,
+                phase, FIRST + i * (PARTS // 2), PARTS // 2,
+            )  # fmt: skip
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        acc = gl.convert_layout(acc, layout, assert_trivial=True)
+        if bias_ptr is not None:
+            offs_n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+            bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
+            acc += bias.to(gl.float32)[None, :]
+        mbarrier.wait(free.index(FIRST), phase ^ 1)
+        sums.index(FIRST).store(acc.to(sums.dtype))
+        mbarrier.arrive(staged.index(FIRST), count=1)
+
+
+@gluon.jit
+def _multiply(
+    bias_ptr, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr,
+    GROUP_OF: gl.constexpr,
+):  # fmt: skip
+    """The products of the group's rows of each tile."""
+    x_tiles, weight_tiles, sums = tiles
+    full, empty, staged, free = barriers
+    M, N, K = sizes
+    BLOCK_K: gl.constexpr = x_tiles.shape[2]
+    PARTS: gl.constexpr = sums.shape[0] // 2
+    BLOCK_N: gl.constexpr = PARTS * COLUMNS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    step = 0
+    phase = 0
+    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        _, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
+        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
+        for k in range(gl.cdiv(K, BLOCK_K)):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            weight_tile = weight_tiles.index(slot)
+            if B_K_LAST:
+                weight_tile = weight_tile.permute((1, 0))
+            acc = multiply(x_tiles.index(2 * slot + GROUP_OF), weight_tile, acc, is_async=True)
+            acc = multiply_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        acc = multiply_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        _stage(
+            acc, bias_ptr, pid_n * BLOCK_N, N, sums, staged, free, phase, GROUP_OF * PARTS, PARTS
+        )
+        phase ^= 1
+
+
+@gluon.jit
+def _finish(
+    out_ptr, other_ptr, more_ptr, pointers, tiles, barriers, sizes, stride_more, rows_per_sample,
+    ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr,
+):  # fmt: skip
+    """From the sums of each tile, 64 x 64 of them at once, to what is written."""
+    _, _, sums = tiles
+    _, _, staged, free = barriers
+    layer_scale_ptr, row_scale_ptr, partial_ptr = pointers
+    M, N, _ = sizes
+    PARTS: gl.constexpr = sums.shape[0] // 2
+    BLOCK_N: gl.constexpr = PARTS * COLUMNS
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    offs_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    phase = 0
+    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
+        for part in range(2 * PARTS):
+            rows = 2 * pid_m + part // PARTS
+            offs_m = rows * ROWS + offs_r
+            offs_n = pid_n * BLOCK_N + part % PARTS * COLUMNS + offs_c
+            mask_m, mask_n = offs_m < M, offs_n < N
+            mask = mask_m[:, None] & mask_n[None, :]
+            offs = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
+            if more_ptr is not None:
+                offs_more = offs_m.to(gl.int64)[:, None] * stride_more + offs_n[None, :]
+                given = gl.load(more_ptr + offs_more, mask=mask, other=0.0)
+            mbarrier.wait(staged.index(part), phase)
+            low = sums.index(part).load(layout)
+            mbarrier.arrive(free.index(part), count=1)
+            y = low.to(gl.float32)
+            if HIDDEN:
+                z = given.to(gl.float32)
+                act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
+                if other_ptr is not None:
+                    gl.store(other_ptr + offs, act.to(dtype), mask=mask)
+                y *= derivative
+                if partial_ptr is not None:
+                    partial_ptrs = partial_ptr + rows.to(gl.int64) * N + offs_n
+                    gl.store(partial_ptrs, gl.sum(y, axis=0), mask=mask_n)
+            else:
+                if other_ptr is not None:
+                    gl.store(other_ptr + offs, low, mask=mask)
+                y = activate(y, ACTIVATION, dtype)
+                if layer_scale_ptr is not None:
+                    scale = gl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0)
+                    y *= scale.to(gl.float32)[None, :]
+                if row_scale_ptr is not None:
+                    scale = gl.load(row_scale_ptr + offs_m // rows_per_sample, mask=mask_m, other=0)
+                    y *= scale.to(gl.float32)[:, None]
+                if more_ptr is not None:
+                    y += given.to(gl.float32)
+            gl.store(out_ptr + offs, y.to(dtype), mask=mask)
+        phase ^= 1
+
+
+@gluon.jit
+def _buffers(tensor_map, COUNT: gl.constexpr):
+    """Shared memory for so many blocks of what a map passes."""
+    block: gl.constexpr = tensor_map.block_type.shape
+    shape: gl.constexpr = [COUNT, block[0], block[1]]
+    return gl.allocate_shared_memory(tensor_map.dtype, shape, tensor_map.layout)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit(**ANY_BATCH)
+def _gemm_in_roles_kernel(
+    out_ptr, other_ptr, partial_ptr, x, weight, more_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr,
+    M, N, K, stride_more, rows_per_sample,
+    B_K_LAST: gl.constexpr, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    sizes = M, N, K
+    pointers = layer_scale_ptr, row_scale_ptr, partial_ptr
+    BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
+    bits: gl.constexpr = x.dtype.primitive_bitwidth
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
+    PARTS: gl.constexpr = BLOCK_N // COLUMNS
+    sums = gl.allocate_shared_memory(x.dtype, [2 * PARTS, ROWS, COLUMNS], swizzled)
+    tiles = _buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums
+    staged, free = _barriers(2 * PARTS, 1), _barriers(2 * PARTS, 1)
+    barriers = _barriers(STAGES, 1), _barriers(STAGES, 2), staged, free
+    fence()  # TMA counts bytes at them
+    gl.warp_specialize(
+        [
+            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0)),
+            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1)),
+            (_finish, (
+                out_ptr, other_ptr, more_ptr, pointers, tiles, barriers, sizes, stride_more,
+                rows_per_sample, ACTIVATION, HIDDEN,
+            )),
+            (_load, (x, weight, tiles, barriers, sizes, B_K_LAST, STAGES)),
+        ],
+        [4, 4, 1],
+        REGISTERS,
+    )  # fmt: skip
+
+
+def launch_in_roles(
+    plan: TilePlan, out: Tensor, other: Tensor | None, partial: Tensor | None, a: Tensor, b: Tensor,
+    more: Tensor | None, bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
+    stride_more: int, rows_per_sample: int, activation: str, *, hidden: bool,
+) -> None:  # fmt: skip
+    """Launch the kernel as planned, on the current device.
+
+    Args:
+        out: (..., N) contiguous, M rows; so is other, where it is not None.
+        partial: (twice the tiles of rows, N) fp32, or None.
+        a, b: (M, K), and (N, K) or (K, N) as the plan says.
+        more: (..., N), rows `stride_more` apart, or None.
+        bias, layer_scale: (N,); row_scale: (B,); each may be None.
+    """
+    options, (M, K), N = plan.options, a.shape, out.shape[-1]
+    k_last = options["B_K_LAST"]
+    launch = plan.launches.get((activation, hidden))
+    if launch is None:
+        launch = plan.launches[activation, hidden] = bind_launch(
+            _gemm_in_roles_kernel, (plan.programs,), B_K_LAST=k_last, ACTIVATION=activation,
+            HIDDEN=hidden, STAGES=options["num_stages"], num_warps=4,
+        )  # fmt: skip
+    block_k, block_n = options["BLOCK_K"], options["BLOCK_N"]
+    rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
+    launch(
+        out, other, partial, tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
+        tensor_map(b, rows, (max(b.stride()), 1), block), more, bias, layer_scale, row_scale,
+        M, N, K, stride_more, rows_per_sample,
+    )  # fmt: skip
+
+
+__all__ = ["launch_in_roles"]
