@@ -38,9 +38,10 @@ else:
         from triton.runtime import JITFunction, driver
 
         HAS_TRITON = True
-        _RUN = None if torch.version.hip else JITFunction.run  # AMD's kernels ask for sizes, too
         VERSION = version_of(triton.__version__)
         check_version("triton", triton.__version__, TRITON)
+        is_read = VERSION < (3, 10) and not torch.version.hip  # AMD's kernels ask for sizes, too
+        _RUN = JITFunction.run if is_read else None  # where `_kinds` is known to be fine enough
     except ModuleNotFoundError:
 
         class _Absent:
