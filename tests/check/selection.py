@@ -17,7 +17,7 @@ import torch
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.tuned_table import fields
 from fastvit_kernels.verify.op import Case
-from fastvit_kernels.verify.runner import Result
+from fastvit_kernels.verify.runner import Result, run_case
 
 from . import all_configs
 from .all_configs import Run
@@ -51,27 +51,7 @@ class Selection:
     timeout: float
     kept: ResultsCache
     budget: float = math.inf
-    left_out: int = 0  # jobs that the budget did not allow
-
-
-def _outcomes(wanted: Selection, jobs: Mapping[Job, Any]) -> Iterator[Outcome]:
-    """Of each job in a process of its own; else of each line of each job."""
-    wanted.left_out = len(jobs)
-    if wanted.jobs:
-        for outcome in run_isolated(
-            [*jobs], wanted.jobs, wanted.timeout, budget=wanted.budget, then=rest_of
-        ):
-            wanted.left_out += len(rest_of(outcome)) - (not outcome.is_cut)
-            yield outcome
-        return
-    end = time.monotonic() + wanted.budget
-    for job, case in jobs.items():
-        lines = lines_of(job, case)
-        while time.monotonic() <= end and (line := next(lines, None)) is not None:
-            yield Outcome(job, [line], None)
-        if time.monotonic() > end:
-            return
-        wanted.left_out -= 1
+    left_out: int = 0  # cases, or jobs of configs, that the budget did not allow
 
 
 def run_cases(wanted: Selection) -> Iterator[Result]:
@@ -88,15 +68,29 @@ def run_cases(wanted: Selection) -> Iterator[Result]:
     for result in [Result.from_dict(line) for line in wanted.kept.lines if "tensors" in line]:
         if pairs.pop((result.name, result.dtype), None) is not None:
             yield result
-    jobs = {check_job(*pair, wanted.device): case for pair, case in pairs.items()}
-    if wanted.jobs:
-        jobs = dict.fromkeys(grouped([*jobs], wanted.jobs), next(iter(pairs.values()), None))
-    for outcome in _outcomes(wanted, jobs):
-        for result in results_of(outcome):
-            pairs.pop((result.name, result.dtype), None)
-            wanted.kept.add(**result.as_dict())
-            yield result
+    for result in _results(wanted, pairs):
+        pairs.pop((result.name, result.dtype), None)
+        wanted.kept.add(**result.as_dict())
+        yield result
     wanted.left_out = len(pairs)
+
+
+def _results(wanted: Selection, pairs: Mapping[tuple[str, str], Case]) -> Iterator[Result]:
+    if wanted.jobs:
+        jobs = grouped([check_job(*pair, wanted.device) for pair in pairs], wanted.jobs)
+        for outcome in _outcomes(wanted, jobs):
+            yield from results_of(outcome)
+        return
+    end = time.monotonic() + wanted.budget
+    for name, dtype in [*pairs]:
+        if time.monotonic() > end:
+            return
+        yield run_case(pairs[name, dtype], dtype)
+
+
+def _outcomes(wanted: Selection, jobs: Sequence[Job]) -> Iterator[Outcome]:
+    """Of each job in a process of its own."""
+    return run_isolated(jobs, wanted.jobs, wanted.timeout, budget=wanted.budget, then=rest_of)
 
 
 def run_configs(wanted: Selection) -> Iterator[Run]:
@@ -128,9 +122,27 @@ def _runs(
             job = config_job(reached, dtype, wanted.device, ours)
             if job is not None and ("", None) not in ours:  # died before its first config
                 jobs[job] = reached[0].case
-    for outcome in _outcomes(wanted, jobs):
+    for outcome in _config_outcomes(wanted, jobs):
         dtype = asked(outcome.job)["dtype"]
         yield from (replace(run, case=f"{run.case}, {dtype}") for run in runs_of(outcome))
+
+
+def _config_outcomes(wanted: Selection, jobs: Mapping[Job, Case]) -> Iterator[Outcome]:
+    """Of each job; without processes, of each line of each job."""
+    wanted.left_out = len(jobs)
+    if wanted.jobs:
+        for outcome in _outcomes(wanted, [*jobs]):
+            wanted.left_out += len(rest_of(outcome)) - (not outcome.is_cut)
+            yield outcome
+        return
+    end = time.monotonic() + wanted.budget
+    for job, case in jobs.items():
+        lines = lines_of(job, case)
+        while time.monotonic() <= end and (line := next(lines, None)) is not None:
+            yield Outcome(job, [line], None)
+        if time.monotonic() > end:
+            return
+        wanted.left_out -= 1
 
 
 def as_dict(run: Run) -> dict[str, Any]:

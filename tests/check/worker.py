@@ -153,12 +153,14 @@ def lines_of(job: Job, case: Case) -> Iterator[dict[str, Any]]:
 
 def main(words: Sequence[str]) -> int:
     """Run what each JSON says, until the device is lost."""
+    cases: dict[tuple[str, bool], dict[str, Case]] = {}
     for word in words:
         job = Job("", (word,))
         what = asked(job)
-        device = torch.device(what["device"])
-        cases = cases_of(device, what["dtype"], what["forced"] is not None)
-        (case,) = (case for case in cases if case.name == what["name"])
+        device, kind = torch.device(what["device"]), (what["dtype"], what["forced"] is not None)
+        if kind not in cases:
+            cases[kind] = {case.name: case for case in cases_of(device, *kind)}
+        case = cases[kind].pop(what["name"])  # its tensors go with it
         with quiet_interpreter():
             if what["forced"] is None:
                 print(json.dumps({"tried": what["name"]}), flush=True)

@@ -195,7 +195,13 @@ def test_attention_forward_owns_128_queries_beside_keys_where_they_pad_no_furthe
         key = ("bf16", 64)
         found = [T for T in TOKEN_BUCKETS if own_fwd(H100, *key, T, mask, "many").block_q == 128]
         assert [T for T in found if T <= 1024] == wanted
-    assert own_fwd(H100, "bf16", 64, 256, "keys", "scarce").block_q == 64
+    launched = {}
+    for B, T in ((1, 197), (256, 129), (256, 197), (256, 257), (256, 577), (256, 1025)):
+        problem = _problem(B, T, 12, 64, bf16, H100)._replace(mask="keys")
+        launched[B, T] = fwd_launch(*problem)
+    taken = [(B, T) for (B, T), of in launched.items() if of.options["BLOCK_Q"] == 128]
+    assert taken == [(256, 197), (256, 577), (256, 1025)]
+    assert launched[256, 577].programs == 5 * 256 * 12
     assert own_fwd(H100, "bf16", 64, 2047, "none", "many") == FwdConfig(64, 64, 16, 1, 4, 3)
 
 

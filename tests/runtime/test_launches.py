@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,6 +16,7 @@ from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor
 
 import fastvit_kernels as fk
+from fastvit_kernels.runtime import triton as runtime_triton
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.triton import bind_launch
 
@@ -111,6 +116,161 @@ def test_bind_launch_binds_the_last_arguments():
     assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in (y, z)]
     with pytest.raises(AssertionError):
         bind_launch(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
+
+
+@pytest.fixture
+def picked(monkeypatch):
+    """A kernel that Triton's own `run` picks on device `at[-1]`: all launches, by who made them."""
+    seen, at, answers = [], [0], []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: seen.append(("as it is", grid, args))
+
+    class Kernel:
+        arg_names: ClassVar = ["y_ptr", "B", "BLOCK_M"]
+        pre_run_hooks: ClassVar = []
+
+        def run(self, *args, grid, warmup, **_):
+            seen.append(("run", grid, args))
+            return answers.pop() if answers else Compiled()
+
+    driver = SimpleNamespace(get_current_device=lambda: at[-1])
+    monkeypatch.setattr(runtime_triton, "driver", SimpleNamespace(active=driver))
+    monkeypatch.setattr(runtime_triton, "_RUN", Kernel.run)
+    launch = bind_launch(Kernel(), (3,), 5, BLOCK_M=16)
+    return SimpleNamespace(
+        launch=lambda: [seen.clear(), launch(torch.zeros(1)), seen[0][0]][-1],
+        kernel=Kernel, seen=seen, at=at, answers=answers,
+    )  # fmt: skip
+
+
+def test_a_kernel_is_picked_once_for_arguments_of_a_kind(picked):
+    assert [picked.launch() for _ in range(3)] == ["run", "as it is", "as it is"]
+    ((_, grid, args),) = picked.seen
+    assert grid == (3, 1, 1) and args == (torch.zeros(1), 5, 16)
+
+
+def test_a_kernel_is_picked_on_each_device(picked):
+    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
+    picked.at.append(1)
+    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
+
+
+def test_who_watches_sees_launches_of_a_picked_kernel(picked, monkeypatch):
+    """bench/host.py, tools/aot.py and tests/traffic/counting.py put their own in place of `run`."""
+    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
+    with monkeypatch.context() as patch:
+        watch = lambda self, *args, **_: picked.seen.append(("watched", args))  # noqa: E731
+        patch.setattr(picked.kernel, "run", watch)
+        assert [picked.launch(), picked.launch()] == ["watched", "watched"]
+    assert picked.launch() == "as it is"
+    monkeypatch.setattr(picked.kernel, "pre_run_hooks", [print])
+    assert [picked.launch(), picked.launch()] == ["run", "run"]
+
+
+@pytest.mark.parametrize("knob", ["runtime.debug", "compilation.instrumentation_mode"])
+def test_a_kernel_is_picked_in_each_mode_of_the_compiler(knob, picked, monkeypatch):
+    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"triton.knobs.{knob}", "on")
+        assert [picked.launch(), picked.launch()] == ["run", "as it is"]
+    assert picked.launch() == "as it is"
+
+
+class _Future:
+    """What Triton's asynchronous compile mode returns answers as a kernel, but for operators."""
+
+    def __getattr__(self, name):
+        return getattr([], name)
+
+
+@pytest.mark.parametrize("answer", [None, _Future()], ids=["refused by a hook", "to come"])
+def test_what_is_not_compiled_yet_is_picked_again(answer, picked):
+    picked.answers += [answer, answer]
+    assert [picked.launch() for _ in range(4)] == ["run", "run", "run", "as it is"]
+
+
+# Triton's own choice of a kernel, up to the launch: `bind_launch` must not make another one.
+CHOICES = """
+import random
+from types import SimpleNamespace
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.runtime.driver import driver
+from fastvit_kernels.runtime.gluon import gl, tensor_map
+from fastvit_kernels.runtime.triton import _RUN, bind_launch
+from fastvit_kernels.tools.aot import TARGETS
+
+@triton.jit(do_not_specialize_on_alignment=["B"])
+def plain(y_ptr, x_ptr, B, n, T: tl.constexpr, BLOCK: tl.constexpr):
+    pass
+
+@gluon.jit
+def mapped(y_ptr, x_ptr, B, n, T: gl.constexpr, BLOCK: gl.constexpr):
+    pass
+
+assert _RUN is not None, "read what this triton picks a kernel by; then raise the bound of _RUN"
+target, device, ran = TARGETS["sm_90"], [0], []
+driver.set_active(SimpleNamespace(
+    launcher_cls=lambda source, metadata: lambda x, y, z, stream, *rest: ran.append(
+        (metadata.hash, (x, y, z), stream, rest[0], rest[5:])
+    ),
+    utils=SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": target.shared_limit},
+        load_binary=lambda *_: (1, f"function of {device[0]}", 0, 0, 1024),
+        unload_module=lambda module: None,
+    ),
+    get_current_device=lambda: device[0],
+    get_current_stream=lambda device: f"stream of {device}",
+    get_current_target=target.triton_target,
+))
+
+half, long = torch.zeros(64, dtype=torch.bfloat16), 2**31
+pointers = [half, half.to(torch.float16), half.float(), None]
+pointers += [half[i:] for i in (1, 4, 8, 12)] + [half.float()[1:]]
+numbers = [1, 2, 8, 16, 17, 0, -1, -16, -17, None, 0.0, 0.5, 1.0, 16.0, True, False]
+numbers += [long - 16, long - 1, long, long + 1, -long, -long - 1, -long - 16, 2 * long, 2**63]
+maps = [
+    tensor_map(x.view(8, 8), (8, 8), (8, 1), block)
+    for x in pointers[:2] for block in ((64, 64), (64, 32), (32, 64))
+]
+calls = [(plain, (half, x, 3, 3)) for x in pointers] + [(plain, (half[1:], half, 3, 3))]
+calls += [(plain, (half, half, *pair)) for n in numbers for pair in ((n, 3), (3, n))]
+calls += [(mapped, (x, x, 3, 3)) for x in maps] + [(mapped, (half, x, 3, 3)) for x in maps]
+
+last, grid = (7, 16), (5, 2)
+options = dict(num_warps=4, enable_fp_fusion=True)
+launches = {f: bind_launch(f, grid, 7, BLOCK=16, num_warps=4) for f in (plain, mapped)}
+expected = [
+    kernel.run(*given, *last, grid=grid, warmup=True, **options).hash for kernel, given in calls
+]
+assert len({*expected}) > 25, len({*expected})
+order = [*range(len(calls))] * 3
+random.Random(0).shuffle(order)
+for i in order:
+    device[0] = random.Random(i + len(ran)).randrange(2)
+    kernel, given = calls[i]
+    launches[kernel](*given)
+    found, sizes, stream, function, passed = ran[-1]
+    assert found == expected[i], f"another kernel for {given}"
+    assert sizes == (5, 2, 1) and all(a is b for a, b in zip(passed, (*given, *last), strict=True))
+    assert (stream, function) == (f"stream of {device[0]}", f"function of {device[0]}")
+assert len(ran) == len(order)
+"""
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="AMD's kernels are picked anew")
+def test_a_launch_takes_the_kernel_that_triton_picks(tmp_path):
+    script = tmp_path / "choices.py"  # Triton reads a kernel's source from its file
+    script.write_text(CHOICES)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(PACKAGE.parent)
+    words = [sys.executable, str(script)]
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
 
 
 HOST_READS = ["item", "tolist", "cpu", "numpy", "nonzero", "is_nonzero", "__array__"]

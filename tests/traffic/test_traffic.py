@@ -2,6 +2,10 @@
 
 import inspect
 import itertools
+import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import SelectiveCheckpointContext
+
+from fastvit_kernels.runtime.triton import has_gluon
 
 pytest.importorskip("timm")
 traffic = pytest.importorskip("tests.traffic.blocks")
@@ -42,6 +48,41 @@ def test_traffic_counts_operators_and_bytes():
     product, relu = 2 * sum(elements), 2 * 2 * elements[2]
     assert step.forward == (4, casts + product + relu)
     assert step.kept == 2 * (elements[0] + elements[2])  # x and relu's result in bf16; no weight
+
+
+# Kernels in Gluon take maps of tensors; the interpreter has no Gluon.
+MAPS = """
+import json
+import torch
+from fastvit_kernels.ops.attention.configs import BWD_TABLE, FWD_TABLE, PINGPONG_BWD, PINGPONG_FWD
+from fastvit_kernels.ops.attention.functions import attention
+from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.configs import forced
+from tests.traffic.counting import counting
+
+with (
+    backend("triton"), forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD),
+    counting() as count,
+):
+    qkv = torch.empty(256, 197, 3, 12, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = attention(qkv)
+    y.backward(torch.empty_like(y))
+print(json.dumps(count.calls))
+"""
+
+
+@pytest.mark.skipif(not has_gluon(), reason="this triton has no kernels that take maps")
+def test_traffic_counts_the_tensors_of_maps():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    words = [sys.executable, "-c", MAPS]
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
+    out, lse = 2 * (256 * 197 * 12 * 64), 4 * (256 * 12 * 197)
+    assert json.loads(result.stdout)[:2] == [
+        ["attention_fwd_pingpong", 3 * out + out + lse],
+        ["attention_bwd_pingpong", 2 * (3 * out + out) + lse],
+    ]
 
 
 def test_traffic_of_a_swapped_block_is_what_is_promised():
