@@ -1,6 +1,7 @@
 """Which implementation runs: the Triton kernels or the PyTorch specification, and why.
 
-auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch
+auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch;
+        a swapped module on a CPU runs its host's own forward
 triton  Triton, or a RuntimeError that says why not
 torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -217,6 +218,13 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         unsupported = f"there is no kernel for {x.dtype}"
     unsupported = unsupported or bf16_reason(x.dtype, autocast_dtype(x))
     return _device_reason(x) or unsupported or _transform_reason()
+
+
+def is_idle(x: Any) -> bool:
+    """Whether no kernel can run on x, a tensor on a CPU, and nobody chose a backend."""
+    if INTERPRETED or not isinstance(x, Tensor) or not x.is_cpu:
+        return False
+    return GPUS.absent is None and get_backend() == "auto"
 
 
 def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:

@@ -222,6 +222,8 @@ def _why_not_taken(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     names, defaults, _ = module.fused_arguments
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x = given.pop(names[0], None)
+    if module.fused_idle(args):
+        return f"no kernel can run: {reason_for_torch(args[0])}"
     if not is_dense(x):
         return f"its input is a {type(x).__name__}" + ", not dense" * isinstance(x, Tensor)
     others = [n for n, v in given.items() if v is not defaults.get(n) and v is not None]

@@ -131,6 +131,10 @@ class Block(Fused):
     fused_alike: ClassVar[bool] = False  # what bodies get besides their input is alike for samples
     fused_own: Any = None  # (x, extras) -> what the first body gets besides, of the block's making
 
+    def fused_idle(self, args: tuple[Any, ...]) -> bool:
+        as_host = self.fused_memory == "default" and self.fused_drop_path == "mask"
+        return as_host and super().fused_idle(args)
+
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
 

@@ -1,9 +1,10 @@
 """What every swapped class shares: which calls run fused, and what stands for a child.
 
-A swapped module runs its fused forward where three things hold, else its host's own: the call gives
-the arguments that were proven and no others; the module is as it was proven (plans.py); and nobody
-traces, counts or watches what runs inside. A child may be bypassed when it was swapped itself, its
-settings are what the fused path computes, and nobody watches it. Any other child is called.
+A swapped module runs its fused forward where four things hold, else its host's own: a kernel can
+run on the input, or somebody chose the backend; the call gives the arguments that were proven and
+no others; the module is as it was proven (plans.py); and nobody traces, counts or watches what runs
+inside. A child may be bypassed when it was swapped itself, its settings are what the fused path
+computes, and nobody watches it. Any other child is called.
 
 Names that begin with `fused_` are ours: a host's class or child has none of them.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
-from ...runtime import dispatch, recompute
+from ...runtime import backend, dispatch, recompute
 from ...runtime.arguments import autocast_dtype
 from ...runtime.compat import (
     constant_when_traced,
@@ -28,6 +29,7 @@ from ...runtime.compat import (
     is_dynamo_compiling,
     is_fast_norm,
     is_fx_tracing,
+    may_be_rerun,
 )
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from .. import plans
@@ -234,21 +236,29 @@ class Fused:
         """
         return None
 
-    def fused_watched(self) -> bool:
-        """Whether somebody wants the host's calls, or did in the forward that is run again."""
-        now = is_traced() or is_watched_everywhere()
+    def fused_idle(self, args: tuple[Any, ...]) -> bool:
+        """Whether there is nothing to gain here, as no kernel can run."""
+        return len(args) > 0 and backend.is_idle(args[0])
+
+    def fused_watched(self, args: tuple[Any, ...]) -> bool:
+        """Whether the host's calls are wanted, or were in the forward that is run again."""
+        now = self.fused_idle(args) or is_traced() or is_watched_everywhere()
         return recompute.remembered((self, "forward"), now) if now or recompute.noted else now
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling() and (found := plans.plan_of(self)) is not None:
-            plan, modules = found
-            if len(args) == 1 and not kwargs and plans.kind_of(args[0]) in plan.takes:
-                return plan.run(modules, args[0], {})
-            if (given := self.fused_given(args, kwargs)) is not None:
-                plan.note(*given)
-                return plan.run(modules, *given)
+        if not is_dynamo_compiling():
+            idle = not backend.INTERPRETED and self.fused_idle(args)
+            if idle and not (dispatch.listeners or may_be_rerun()):
+                return super().forward(*args, **kwargs)  # type: ignore[misc]
+            if not idle and (found := plans.plan_of(self)) is not None:
+                plan, modules = found
+                if len(args) == 1 and not kwargs and plans.kind_of(args[0]) in plan.takes:
+                    return plan.run(modules, args[0], {})
+                if (given := self.fused_given(args, kwargs)) is not None:
+                    plan.note(*given)
+                    return plan.run(modules, *given)
         given = self.fused_given(args, kwargs)
-        host = given is None or self.fused_watched()
+        host = given is None or self.fused_watched(args)
         host = host or self.fused_verdict() is not None or self.fused_blocked() is not None
         if torch.compiler.is_compiling():
             if host or given is None:

@@ -285,6 +285,31 @@ FAULTS = [
         "(frame, place % self.grid_size, place // self.grid_size)",
     ),
     Fault(
+        "swap-idle", "swap/hosts/fused.py", "Fused.fused_idle",
+        "where no kernel can run, blocks run fused by PyTorch",
+        "backend.is_idle(args[0])", "False", only=("swap/test_idle.py",),
+    ),
+    Fault(
+        "swap-idle-bits", "swap/hosts/fused.py", "Fused.forward",
+        "where no kernel can run, a module gives something else than its host",
+        "if idle and not (dispatch.listeners or may_be_rerun()):\n"
+        "                return super().forward(*args, **kwargs)",
+        "if idle and not (dispatch.listeners or may_be_rerun()):\n"
+        "                return super().forward(args[0].half().float(), *args[1:], **kwargs)",
+        only=("swap/test_idle.py::test_a_step_has_the_bits_of_the_host",),
+    ),
+    Fault(
+        "swap-idle-asked", "swap/hosts/block.py", "Block.fused_idle",
+        "where no kernel can run, blocks forget what memory= asked for",
+        "as_host and", "", only=("swap/test_idle.py",),
+    ),
+    Fault(
+        "swap-idle-rerun", "swap/hosts/fused.py", "Fused.forward",
+        "a recomputation on a CPU goes another way than its forward",
+        "(dispatch.listeners or may_be_rerun())", "dispatch.listeners",
+        only=("swap/test_idle.py::test_a_recomputation_goes_the_way_of_its_forward",),
+    ),
+    Fault(
         "swap-drop-path-keep", "swap/hosts/fused.py", "fused_row_scale",
         "DropPath without the factor 1 / keep",
         "return scale.div_(keep) if", "return scale if", only=PROOF,
