@@ -95,10 +95,12 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     ]  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def bind_launch(
     kernel: Any, grid: tuple[int, ...], *sizes: Any, **options: Any
 ) -> Callable[..., None]:
-    """`kernel[grid]` with its last arguments bound, to be called with those before them.
+    """`kernel[grid]` with its last arguments bound, to be called with those before them; the same
+    one for the same arguments.
 
     Triton launches on the current device: another one's tensors are launched under a guard. The
     first of the arguments, a kernel's first output or the map of it, says which.
@@ -122,13 +124,11 @@ def bind_launch(
                 return launch(*arguments)
         watched = kernel.__class__.run is not _RUN or kernel.pre_run_hooks  # or interpreted
         kinds = None if watched else _kinds(arguments)
-        known = compiled.get(kinds)
-        if known is not None:
+        if (known := compiled.get(kinds)) is not None:
             return known(*arguments, *last)
         found = kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
         if not watched and hasattr(found.__class__, "__getitem__"):  # else refused, or to come
             compiled[kinds] = found[(*grid, 1, 1)[:3]]
-        return None
 
     return launch
 

@@ -118,6 +118,20 @@ def test_bind_launch_binds_the_last_arguments():
         bind_launch(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
 
 
+def test_a_launch_is_bound_once_for_the_same_arguments():
+    """So that launchers that bind at each call find the kernel that Triton picked, too."""
+
+    class Kernel:
+        arg_names: ClassVar = ["y_ptr", "M", "FLAG"]
+
+    kernels = Kernel(), Kernel()
+    given = [(k, (g,), m, f) for k in range(2) for g in (3, 4) for m in (1, 1.0) for f in (1, True)]
+    first, second = (
+        [bind_launch(kernels[k], grid, M, FLAG=flag) for k, grid, M, flag in given] for _ in "ab"
+    )
+    assert first == second and len({*map(id, first)}) == len(given)
+
+
 @pytest.fixture
 def picked(monkeypatch):
     """A kernel that Triton's own `run` picks on device `at[-1]`: all launches, by who made them."""
