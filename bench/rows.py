@@ -20,10 +20,12 @@ from typing import Any, TextIO
 import torch
 
 from bench.providers import BASELINE
-from fastvit_kernels.measure.gate import ERROR as ERROR
-from fastvit_kernels.measure.gate import FAILED as FAILED
-from fastvit_kernels.measure.gate import MEMORY as MEMORY
-from fastvit_kernels.measure.gate import OK as OK
+from fastvit_kernels.measure.gate import (
+    ERROR as ERROR,
+    FAILED as FAILED,
+    MEMORY as MEMORY,
+    OK as OK,
+)
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu

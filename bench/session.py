@@ -34,8 +34,7 @@ from typing import Any
 import torch
 
 from bench import targets
-from bench.plan import Task
-from bench.plan import targets as planned_targets
+from bench.plan import Task, targets as planned_targets
 from bench.rows import (
     RESULTS,
     Row,

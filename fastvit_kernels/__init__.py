@@ -1,82 +1,94 @@
 """Fused Triton kernels, forward and backward, for training Vision Transformers in PyTorch.
 
 The ops are functions of tensors, the modules make up a ViT with timm's names, and the backend
-switch says which implementation runs. Importing the package touches no device.
+switch says which implementation runs. Importing the package touches no device, and loads a part of
+it, kernels and operators of torch, when a name of that is first asked for.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .runtime import compat as compat  # before all others: it refuses a torch that is too old
-
-# isort: split
-from .models.attention_maps import attention_maps
-from .models.gated_mlp import GluMlp, SwiGLU
-from .models.masked import MaskedDecoder
-from .models.modules import Attention, Mlp, PatchEmbed
-from .models.norms import LayerNorm, RmsNorm
-from .models.presets import create_vit
-from .models.vit import Block, VisionTransformer
-from .ops.attention.functions import attention
-from .ops.attention.projected import qkv_attention
-from .ops.attention.rotary import rope_attention
-from .ops.attention.sdpa import scaled_dot_product_attention
-from .ops.attention.varlen import varlen_attention
-from .ops.common.samples import keep_samples
-from .ops.gated_mlp.functions import gated_mlp
-from .ops.linear.functions import linear
-from .ops.mlp.functions import mlp
-from .ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
-from .ops.patch_embed.functions import patch_embed
-from .ops.rope import rope
-from .runtime.backend import backend, get_backend, set_backend
-from .runtime.checkpoint_policy import checkpoint_policy
 from .runtime.version import __version__ as __version__
-from .swap.apply import SwapReport, swap_in, swap_out
-from .swap.compare import compare
-from .swap.hosts.transformers import register_attention
-from .swap.packed import packed
-from .swap.status import ModelStatus, status, watch
-from .weights.load import WeightsReport, load_weights
 
-__all__ = [
-    "Attention",
-    "Block",
-    "GluMlp",
-    "LayerNorm",
-    "MaskedDecoder",
-    "Mlp",
-    "ModelStatus",
-    "PatchEmbed",
-    "RmsNorm",
-    "SwapReport",
-    "SwiGLU",
-    "VisionTransformer",
-    "WeightsReport",
-    "attention",
-    "attention_maps",
-    "backend",
-    "checkpoint_policy",
-    "compare",
-    "create_vit",
-    "gated_mlp",
-    "get_backend",
-    "keep_samples",
-    "layer_norm",
-    "layer_norm_and_input",
-    "linear",
-    "load_weights",
-    "mlp",
-    "packed",
-    "patch_embed",
-    "qkv_attention",
-    "register_attention",
-    "rms_norm",
-    "rms_norm_and_input",
-    "rope",
-    "rope_attention",
-    "scaled_dot_product_attention",
-    "set_backend",
-    "status",
-    "swap_in",
-    "swap_out",
-    "varlen_attention",
-    "watch",
-]
+if TYPE_CHECKING:
+    from .models.attention_maps import attention_maps as attention_maps
+    from .models.gated_mlp import GluMlp as GluMlp, SwiGLU as SwiGLU
+    from .models.masked import MaskedDecoder as MaskedDecoder
+    from .models.modules import Attention as Attention, Mlp as Mlp, PatchEmbed as PatchEmbed
+    from .models.norms import LayerNorm as LayerNorm, RmsNorm as RmsNorm
+    from .models.presets import create_vit as create_vit
+    from .models.vit import Block as Block, VisionTransformer as VisionTransformer
+    from .ops.attention.functions import attention as attention
+    from .ops.attention.projected import qkv_attention as qkv_attention
+    from .ops.attention.rotary import rope_attention as rope_attention
+    from .ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
+    from .ops.attention.varlen import varlen_attention as varlen_attention
+    from .ops.common.samples import keep_samples as keep_samples
+    from .ops.gated_mlp.functions import gated_mlp as gated_mlp
+    from .ops.linear.functions import linear as linear
+    from .ops.mlp.functions import mlp as mlp
+    from .ops.norm.functions import (
+        layer_norm as layer_norm,
+        layer_norm_and_input as layer_norm_and_input,
+        rms_norm as rms_norm,
+        rms_norm_and_input as rms_norm_and_input,
+    )
+    from .ops.patch_embed.functions import patch_embed as patch_embed
+    from .ops.rope import rope as rope
+    from .runtime.backend import (
+        backend as backend,
+        get_backend as get_backend,
+        set_backend as set_backend,
+    )
+    from .runtime.checkpoint_policy import checkpoint_policy as checkpoint_policy
+    from .swap.apply import SwapReport as SwapReport, swap_in as swap_in, swap_out as swap_out
+    from .swap.compare import compare as compare
+    from .swap.hosts.transformers import register_attention as register_attention
+    from .swap.packed import packed as packed
+    from .swap.status import ModelStatus as ModelStatus, status as status, watch as watch
+    from .weights.load import WeightsReport as WeightsReport, load_weights as load_weights
+
+_HOMES = {
+    "models.attention_maps": "attention_maps",
+    "models.gated_mlp": "GluMlp SwiGLU",
+    "models.masked": "MaskedDecoder",
+    "models.modules": "Attention Mlp PatchEmbed",
+    "models.norms": "LayerNorm RmsNorm",
+    "models.presets": "create_vit",
+    "models.vit": "Block VisionTransformer",
+    "ops.attention.functions": "attention",
+    "ops.attention.projected": "qkv_attention",
+    "ops.attention.rotary": "rope_attention",
+    "ops.attention.sdpa": "scaled_dot_product_attention",
+    "ops.attention.varlen": "varlen_attention",
+    "ops.common.samples": "keep_samples",
+    "ops.gated_mlp.functions": "gated_mlp",
+    "ops.linear.functions": "linear",
+    "ops.mlp.functions": "mlp",
+    "ops.norm.functions": "layer_norm layer_norm_and_input rms_norm rms_norm_and_input",
+    "ops.patch_embed.functions": "patch_embed",
+    "ops.rope": "rope",
+    "runtime.backend": "backend get_backend set_backend",
+    "runtime.checkpoint_policy": "checkpoint_policy",
+    "swap.apply": "SwapReport swap_in swap_out",
+    "swap.compare": "compare",
+    "swap.hosts.transformers": "register_attention",
+    "swap.packed": "packed",
+    "swap.status": "ModelStatus status watch",
+    "weights.load": "WeightsReport load_weights",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+if not TYPE_CHECKING:
+    __all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    return globals().setdefault(name, found)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

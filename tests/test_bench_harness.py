@@ -27,8 +27,10 @@ from bench.roofs import Roofs
 from bench.rows import ERROR, MEMORY, OK
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
-from fastvit_kernels.ops.attention.configs import BWD_TABLE as ATTENTION_BWD
-from fastvit_kernels.ops.attention.configs import FWD_TABLE as ATTENTION_FWD
+from fastvit_kernels.ops.attention.configs import (
+    BWD_TABLE as ATTENTION_BWD,
+    FWD_TABLE as ATTENTION_FWD,
+)
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE

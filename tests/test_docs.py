@@ -15,8 +15,7 @@ from bench.__main__ import build_parser as bench_parser
 from fastvit_kernels.commands.cli import build_parser
 from tests.hub.layout import build_parser as layout_parser
 from tests.machine.__main__ import build_parser as machine_parser
-from tests.model_coverage.sweep import TABLE
-from tests.model_coverage.sweep import build_parser as sweep_parser
+from tests.model_coverage.sweep import TABLE, build_parser as sweep_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*/*.md")])

@@ -3,6 +3,8 @@
 import ast
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,50 @@ def test_every_public_name_is_there():
     for name in fastvit_kernels.__all__:
         assert getattr(fastvit_kernels, name) is not None
         assert not (PACKAGE / f"{name}.py").exists() and not (PACKAGE / name).exists(), name
+
+
+def test_importing_the_package_loads_no_kernel():
+    """Triton reads the source of each kernel when that is decorated: a fifth of a second in all."""
+    program = "import sys, fastvit_kernels; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ours = [name for name in done.stdout.split() if name.startswith("fastvit_kernels.")]
+    assert ours == [f"fastvit_kernels.runtime{end}" for end in ("", ".compat", ".version")]
+    assert "triton" not in done.stdout.split()
+
+
+def test_type_checkers_see_the_names_that_there_are():
+    tree = ast.parse(Path(fastvit_kernels.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and not node.orelse
+                if ast.unparse(node.test) == "TYPE_CHECKING")  # fmt: skip
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    assert seen == fastvit_kernels._HOME_OF
+    assert set(dir(fastvit_kernels)) >= seen.keys() == set(fastvit_kernels.__all__)
+    for name, home in seen.items():
+        module = importlib.import_module(f"fastvit_kernels.{home}")
+        assert getattr(fastvit_kernels, name) is getattr(module, name)
+    with pytest.raises(AttributeError, match="'fastvit_kernels' has no attribute 'mpl'"):
+        fastvit_kernels.mpl  # noqa: B018
+
+
+@pytest.mark.parametrize("place", ["torch.device('meta')", "torch.inference_mode()", "FakeMode()"])
+def test_a_name_may_be_asked_for_first_anywhere(place):
+    """Inside of a mode, or while a compiler traces: nothing that is made then is of that mode."""
+    program = f"""
+import torch, fastvit_kernels as fk
+from torch._subclasses import FakeTensorMode as FakeMode
+@torch.compile(fullgraph=True, backend="eager")
+def compiled(x):
+    return fk.layer_norm(x)
+with {place}:
+    fk.create_vit
+x = torch.randn(2, 8, requires_grad=True)
+compiled(x).sum().backward()
+fk.linear(x, x).sum().backward()
+assert x.grad.isfinite().all() and x.grad.device.type == "cpu"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_few_doors():

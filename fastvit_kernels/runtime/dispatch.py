@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import backend as backends
-from . import recompute
+from . import backend as backends, recompute
 from .backend import GPUS, Backend, backend, bf16_reason, own_backend, reason_for_torch, use_triton
 from .compat import (
     FakeTensor,

@@ -38,8 +38,7 @@ from ..measure.turns import ROUNDS, Contender, beats, take_turns, time_together
 from ..ops.attention import configs as of_attention
 from ..ops.common import gemm_configs as of_products
 from ..runtime.backend import Gpu, gpu
-from ..runtime.configs import Choice as Decision
-from ..runtime.configs import install, recording, tuned_on
+from ..runtime.configs import Choice as Decision, install, recording, tuned_on
 from ..runtime.files import write_text
 from ..runtime.tables import Tuned
 from ..runtime.triton import triton

@@ -9,8 +9,7 @@ import torch
 from fastvit_kernels.verify.accuracy import Error
 from fastvit_kernels.verify.runner import Result
 
-from . import __main__ as command
-from . import worker
+from . import __main__ as command, worker
 from .__main__ import main
 from .all_configs import Run
 from .isolated import Outcome

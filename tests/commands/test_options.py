@@ -21,8 +21,7 @@ from fastvit_kernels.commands.models import (
     run_step,
 )
 from fastvit_kernels.commands.training.settings import given_options
-from fastvit_kernels.runtime import backend as runtime_backend
-from fastvit_kernels.runtime import dtypes
+from fastvit_kernels.runtime import backend as runtime_backend, dtypes
 
 ROOT = Path(__file__).parents[2]
 SHARED = {

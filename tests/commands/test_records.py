@@ -12,8 +12,7 @@ import torch
 from test_data import Image
 
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import checkpoint, records
-from fastvit_kernels.commands.training import checkpoint as names
+from fastvit_kernels.commands.training import checkpoint, checkpoint as names, records
 from fastvit_kernels.commands.training.records import Files, Rows
 
 

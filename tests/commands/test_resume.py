@@ -15,9 +15,12 @@ from test_train import _a_smaller_run, _in_a_folder_of_its_own, _small_run, run
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import checkpoint, figures
-from fastvit_kernels.commands.training import checkpoint as names
-from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training import (
+    checkpoint,
+    checkpoint as names,
+    figures,
+    run as training,
+)
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend

@@ -15,8 +15,7 @@ from test_data import Image, write_images
 
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError, make_console
-from fastvit_kernels.commands.training import checkpoint, records, streaming
-from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training import checkpoint, records, run as training, streaming
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import make_settings
 from fastvit_kernels.commands.training.streaming import Streamed, training_transforms

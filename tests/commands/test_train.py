@@ -16,9 +16,15 @@ from test_data import Image, write_images, write_mnist
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import checkpoint, data, figures, processes, report
-from fastvit_kernels.commands.training import checkpoint as names
-from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training import (
+    checkpoint,
+    checkpoint as names,
+    data,
+    figures,
+    processes,
+    report,
+    run as training,
+)
 from fastvit_kernels.commands.training.data import AUGMENTATIONS, Augmentation
 from fastvit_kernels.commands.training.processes import Processes
 from fastvit_kernels.commands.training.settings import DIGITS_VIT, make_settings

@@ -71,10 +71,10 @@ globals().update(vars(sys.modules[_name]))
 def _entrance() -> str:
     """The package's own __init__.py with `layers`."""
     text = (PACKAGE / "__init__.py").read_text()
-    first, public = "# isort: split\n", "__all__ = [\n"
+    first, public = "\nif TYPE_CHECKING:\n", "__all__ = sorted(_HOME_OF)"
     assert first in text and public in text, "fastvit_kernels/__init__.py has another form"
-    text = text.replace(first, f"{first}from . import layers\n")
-    return text.replace(public, f'{public}    "layers",\n')
+    text = text.replace(first, f"from . import layers as layers\n{first}")
+    return text.replace(public, '__all__ = sorted([*_HOME_OF, "layers"])')
 
 
 def sources() -> dict[str, bytes]:

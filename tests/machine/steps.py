@@ -19,8 +19,10 @@ from fastvit_kernels.ops.attention.rotary import rope_attention
 from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
 from fastvit_kernels.ops.common.samples import keep_samples
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
-from fastvit_kernels.ops.gated_mlp.kernels import BWD_TABLE as GATED_NORM_BWD
-from fastvit_kernels.ops.gated_mlp.kernels import FWD_TABLE as GATED_NORM_FWD
+from fastvit_kernels.ops.gated_mlp.kernels import (
+    BWD_TABLE as GATED_NORM_BWD,
+    FWD_TABLE as GATED_NORM_FWD,
+)
 from fastvit_kernels.ops.linear.functions import linear
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.mlp.narrow import FWD_TABLE as NARROW_TABLE

@@ -12,8 +12,7 @@ import torch
 
 from fastvit_kernels.runtime.triton import triton
 from fastvit_kernels.tools.aot import TARGETS, specialisation
-from tests.machine import __main__ as command
-from tests.machine import gate
+from tests.machine import __main__ as command, gate
 from tests.machine.examine import Examined
 
 KERNEL = Examined(

@@ -21,8 +21,7 @@ from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify import runner
 from fastvit_kernels.verify.op import Case
-from tests.check import __main__ as command
-from tests.check import all_configs, selection, worker
+from tests.check import __main__ as command, all_configs, selection, worker
 from tests.check.__main__ import main
 from tests.check.config_cases import config_cases
 

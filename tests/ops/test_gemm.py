@@ -29,8 +29,7 @@ from fastvit_kernels.ops.linear import launch as linear_launch
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
 from fastvit_kernels.runtime import configs
-from fastvit_kernels.runtime.backend import Gpu
-from fastvit_kernels.runtime.backend import gpu as gpu_of
+from fastvit_kernels.runtime.backend import Gpu, gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.triton import has_gluon, triton
 from fastvit_kernels.tools.aot import TARGETS

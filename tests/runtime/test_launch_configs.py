@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime import configs as launch_configs
-from fastvit_kernels.runtime import tuned_table
+from fastvit_kernels.runtime import configs as launch_configs, tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
@@ -117,7 +116,8 @@ def test_importing_reads_no_file_and_touches_no_device():
 import sys
 opened = []
 sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-import fastvit_kernels, torch
+import torch
+from fastvit_kernels import *
 from fastvit_kernels.runtime import configs as launch_configs
 assert not [name for name in opened if name.endswith(".json") and "fastvit" in name], opened
 assert "fastvit_kernels.runtime.tuned_table" not in sys.modules

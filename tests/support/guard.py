@@ -17,8 +17,7 @@ import torch
 from private import NoDispatch, shares_memory, tree_leaves, tree_map_only
 from torch import Tensor
 
-from fastvit_kernels.runtime import compat, dispatch
-from fastvit_kernels.runtime import operator as operators
+from fastvit_kernels.runtime import compat, dispatch, operator as operators
 
 GUARD_BYTES = 64 * 1024  # wider than a tile, so that a tile that starts inside ends in the guard
 ALIGNMENT = 16

@@ -25,8 +25,7 @@ import torch
 from small_training import shrink
 
 from fastvit_kernels.commands import cli
-from fastvit_kernels.commands.training import checkpoint
-from fastvit_kernels.commands.training import run as training
+from fastvit_kernels.commands.training import checkpoint, run as training
 from fastvit_kernels.runtime import files
 
 __all__ = ["matplotlib", "rich"]  # imported for the forks

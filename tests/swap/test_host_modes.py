@@ -9,11 +9,9 @@ from functools import cache, partial
 import pytest
 import torch
 from outside import by_hand, dino, dinov3, others, positions
-from packed_towers import inputs as packed_inputs
-from packed_towers import tower
+from packed_towers import inputs as packed_inputs, tower
 from swapped_models import HandWritten, images
-from test_bias_hosts import MODELS as BIASED
-from test_bias_hosts import _built
+from test_bias_hosts import MODELS as BIASED, _built
 from test_rope_hosts import small as rope_small
 from torch import nn
 

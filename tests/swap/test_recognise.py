@@ -22,8 +22,7 @@ from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out, watch
 from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
-from fastvit_kernels.swap.hosts import attention, block, mlp
-from fastvit_kernels.swap.hosts import timm as table
+from fastvit_kernels.swap.hosts import attention, block, mlp, timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 from tests.model_coverage.compare import randomize
 

@@ -21,14 +21,12 @@ from op_facts import FACTS
 from private import set_deterministic
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands import cli
-from fastvit_kernels.commands import tune as tune_command
+from fastvit_kernels.commands import cli, tune as tune_command
 from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.models import modules
 from fastvit_kernels.ops.attention import launch as attention_launch
 from fastvit_kernels.ops.common.gemm_configs import GemmConfig
-from fastvit_kernels.runtime import configs as launch_configs
-from fastvit_kernels.runtime import tuned_table
+from fastvit_kernels.runtime import configs as launch_configs, tuned_table
 from fastvit_kernels.runtime.backend import Gpu, gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.operator import LAUNCHERS, operator

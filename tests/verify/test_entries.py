@@ -17,8 +17,7 @@ from op_facts import FACTS
 
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import cases
-from fastvit_kernels.verify import op as registry
+from fastvit_kernels.verify import cases, op as registry
 from fastvit_kernels.verify.cases import OPS, check_cases
 from fastvit_kernels.verify.entries import norms
 from fastvit_kernels.verify.op import (
@@ -31,8 +30,7 @@ from fastvit_kernels.verify.op import (
     Whole,
     in_precision,
 )
-from tests.check import config_cases as configs
-from tests.check import worker
+from tests.check import config_cases as configs, worker
 from tests.check.all_configs import choices_of
 
 LIST = Path(__file__).with_name("cases.txt")

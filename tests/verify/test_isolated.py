@@ -18,8 +18,7 @@ from numerics import DEVICE
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.verify.runner import device_lost, run_case
-from tests.check import all_configs, isolated, selection, worker
-from tests.check import results_cache as cache
+from tests.check import all_configs, isolated, results_cache as cache, selection, worker
 from tests.check.__main__ import main
 from tests.check.isolated import Job, Outcome, run_isolated
 from tests.check.results_cache import ResultsCache

@@ -27,8 +27,7 @@ from ..attention import Attention, AttentionRoles
 from ..block import Block, pre_norm
 from ..fused import ROUNDED, DropPath, PathRoles, Unfused, example, is_noop, names, row, width_of
 from ..grids import Windows, bias_of
-from ..layers import DROP_PATH, MLP, layer
-from ..layers import Attention as HfAttention
+from ..layers import DROP_PATH, MLP, Attention as HfAttention, layer
 from ..masks import SHIFTED
 from .bias import HALVES
 
