@@ -106,8 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = feature_model(settings)
     if settings.weights is not None:
         console.print(load_into(model, settings.weights), markup=False)
-    source = open_images(settings, arguments, console)
-    source.to(device)
+    source = open_images(settings, arguments, device, console)
     model.to(device)
     if input_shape(model)[0] != settings.in_chans:
         raise CommandError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ...models.vit import VisionTransformer
 from ..console import CommandError
+from ..options import chosen_device
 
 T = TypeVar("T")
 LAUNCH = "torchrun --nproc-per-node N -m fastvit_kernels train"
@@ -68,13 +70,13 @@ class Processes:
         return box[1]
 
 
-def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]:
-    """This process among those of torchrun, and its device, of the kind that is given; without
-    torchrun (one process, None)."""
+def join(arguments: argparse.Namespace) -> tuple[Processes, torch.device]:
+    """This process among those of torchrun, or alone, and its device, of the kind that is given."""
+    given = arguments.device
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if fsdp:
+        if arguments.fsdp:
             raise CommandError(f"--fsdp shards over processes; start them with {LAUNCH} --fsdp")
-        return Processes(), None
+        return Processes(), chosen_device(arguments)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = given or ("cuda" if seen else "cpu")
@@ -85,12 +87,12 @@ def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]
             f"{os.environ.get('LOCAL_WORLD_SIZE', local + 1)} processes on this machine, and torch "
             f"sees {seen} GPUs; --nproc-per-node {max(seen, 1)} or fewer, or --device cpu"
         )
-    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    device, transport = torch.device("cpu"), "gloo"
     if kind == "cuda":
+        device, transport = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     # Others wait while the first one reads images and runs the check batch.
-    dist.init_process_group(backend, timeout=timedelta(hours=1))
+    dist.init_process_group(transport, timeout=timedelta(hours=1))
     return Processes(dist.get_rank(), dist.get_world_size(), True), device
 
 

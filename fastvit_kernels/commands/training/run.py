@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,11 @@ class Learner:
     name: str  # before its figures and its parts of a checkpoint
     model: nn.Module
     call: Callable[[Tensor], Any]  # what gives the model's output: itself, DDP around it, ...
-    optimizer: torch.optim.AdamW
+    settings: InitVar[Settings]
     average: AveragedModel | None = None
+
+    def __post_init__(self, settings: Settings) -> None:
+        self.optimizer = make_optimizer(self.model, settings)
 
     def evaluated(self) -> tuple[nn.Module, Callable[[Tensor], Any]]:
         """The model whose figures are reported, and what gives its output: the average, if any."""
@@ -132,42 +135,35 @@ class Run:
     """One training run: its settings, data, learners and history, and how they are saved."""
 
     def __init__(
-        self, settings: Settings, source: Source, device: torch.device, folder: Path,
-        processes: Processes | None = None, say: Callable[[str], None] | None = None,
+        self, source: Source, folder: Path, processes: Processes | None = None,
+        say: Callable[[str], None] | None = None,
     ):  # fmt: skip
         """say: where a new run tells what it loads of --weights; None for one that is resumed."""
-        self.settings, self.source, self.device, self.folder = settings, source, device, folder
-        self.processes = processes or Processes()
-        self.sharded = False
-        self.source.to(device)
-        self.classes, self.normalization = self.source.classes, self.source.normalization
-        self.steps_per_epoch = math.ceil(self.source.train_count / settings.batch_size)
+        self.source, self.folder, self.processes = source, folder, processes or Processes()
+        self.settings, self.device, self.classes = source.settings, source.device, source.classes
+        settings, self.sharded = source.settings, False
+        self.steps_per_epoch = math.ceil(source.train_count / settings.batch_size)
         self.history: list[dict[str, float]] = []
         self.pace = (0.0, 0.0)  # images/s and share of time waiting for images, of this epoch
         torch.manual_seed(settings.seed)
-        self.model = model_of(settings, len(self.classes), say).to(device)
+        self.model = model_of(settings, len(self.classes), say).to(self.device)
         self._leave_bytes()
         average = None
         if settings.ema:
             average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
             average.n_averaged += 1  # begins with these weights, not with the first step's
-        self.learners = [self._learner("", self.model, self.model, average)]
+        self.learners = [Learner("", self.model, self.model, settings, average)]
         if settings.compare:
-            self.learners.append(self._learner("reference_", *plain_copy(self.model)))
+            self.learners.append(Learner("reference_", *plain_copy(self.model), settings))
 
     def _leave_bytes(self) -> None:
         """Have a model of ours normalize streamed images in its patch embedding. MixUp mixes
         numbers, and the plain PyTorch model beside ours reads them."""
         plain = self.settings.mixup or self.settings.compare
         if isinstance(self.source, Streamed) and isinstance(self.model, VisionTransformer):
-            embed, found = self.model.patch_embed, self.normalization
+            embed, found = self.model.patch_embed, self.source.normalization
             embed.mean, embed.std = found.mean, found.std
             self.source.as_bytes = not plain
-
-    def _learner(
-        self, name: str, model: nn.Module, call: Any, average: AveragedModel | None = None
-    ) -> Learner:
-        return Learner(name, model, call, make_optimizer(model, self.settings), average)
 
     def distribute(self, fsdp: bool) -> None:
         """Put the model under DDP or FSDP2, whose parameters are others; before `restore`."""
@@ -176,7 +172,7 @@ class Run:
         if fsdp and average is not None:
             distribute(average.module, self.device, fsdp, self.autocast)
         self.sharded = fsdp
-        self.learners = [self._learner("", self.model, wrapped, average)]
+        self.learners = [Learner("", self.model, wrapped, self.settings, average)]
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -297,6 +293,16 @@ class Run:
         self.history.append(row)
         return row
 
+    def how_far(self) -> str:
+        """What the checkpoint holds, and the command that goes on with it."""
+        path, launch = self.folder / CHECKPOINT, "fastvit-kernels train"
+        if self.processes.launched:
+            launch = f"torchrun --nproc-per-node {self.processes.world} -m fastvit_kernels train"
+        return (
+            f"{path} holds the run after epoch {len(checkpoint.load(path)['history'])} of "
+            f"{self.settings.epochs}; go on with: {launch} --resume --out {self.folder}"
+        )
+
     def _refuse_infinite(self, row: dict[str, float]) -> None:
         if not all(math.isfinite(value) for value in row.values()):
             raise CommandError(
@@ -306,20 +312,15 @@ class Run:
 
     def save(self) -> None:
         """The checkpoint and metrics.csv, each replaced as a whole, by the first process."""
-        state: State = {}
+        content: dict[str, Any] = {"settings": asdict(self.settings), "classes": self.classes}
+        content["normalization"] = asdict(self.source.normalization)
+        content |= {"history": self.history, "rng": checkpoint.rng_state()}
         for learner in self.learners:
-            state |= learner.state(self.processes.first)
+            content |= learner.state(self.processes.first)
 
         def write() -> None:
-            content = {
-                "settings": asdict(self.settings),
-                "classes": self.classes,
-                "normalization": asdict(self.normalization),
-                "data_digest": self.source.digest(),
-                "history": self.history,
-                "rng": checkpoint.rng_state(),
-            }
-            checkpoint.save(self.folder / CHECKPOINT, {**content, **state})
+            content["data_digest"] = self.source.digest()
+            checkpoint.save(self.folder / CHECKPOINT, content)
             self.write_metrics()
 
         self.processes.agree(write)
