@@ -400,7 +400,7 @@ def test_datasets(tmp_path):
         (["--no-augment", "--crop-scale", "0.5", *FOLDER], "--no-augment leaves no place for"),
         (["--no-augment", "--randaugment", "9", *FOLDER], "--no-augment leaves no place for"),
         (["--crop-scale", "0.5", "--in-memory", *FOLDER], "--crop-scale is for streamed images"),
-        (["--in-memory", "--data", "hf", "--data-dir", "images"], "--data hf is streamed"),
+        (["--in-memory", "--data", "hf", "--data-dir", "images"], "--data hf is streamed alone"),
     ],
 )
 def test_mistakes(tmp_path, capsys, words, message):

@@ -15,8 +15,6 @@ from ...models.vit import VisionTransformer
 from ...runtime.files import write_atomically
 from ..console import CommandError, require
 
-OURS, REFERENCE = "tab:blue", "tab:orange"
-
 
 def _figure(width: float, height: float) -> Any:
     """A matplotlib Figure of its own, in inches; no global state of pyplot is touched."""
@@ -33,29 +31,23 @@ def draw_curves(
     """Loss and accuracy by epoch, the reference's beside ours where it was trained."""
     figure = _figure(10, 4)
     figure.suptitle(title)
-    loss, accuracy = figure.subplots(1, 2)
+    runs = [("", "our model", "tab:blue", "-")]
+    if "reference_train_loss" in history[0]:  # dashed: where both agree, both still show
+        runs.append(("reference_", "plain PyTorch", "tab:orange", "--"))
     epochs = [row["epoch"] for row in history]
     marker = "o" if len(epochs) < 5 else None
-    runs = [("", "our model", OURS)]
-    if "reference_train_loss" in history[0]:
-        runs.append(("reference_", "plain PyTorch", REFERENCE))
-    for prefix, name, color in runs:
-        # The reference is dashed: where both agree, both still show.
-        for split, width in (("train", 1.0), ("held_out", 2.0)):
-            label = f"{name}, {split.replace('_', '-')}"
-            style = dict(
-                color=color, lw=width, marker=marker, label=label,
-                ls="--" if prefix else "-", alpha=0.55 if split == "train" else 1.0,
-            )  # fmt: skip
-            loss.plot(epochs, [row[f"{prefix}{split}_loss"] for row in history], **style)
-            percent = [100 * row[f"{prefix}{split}_accuracy"] for row in history]
-            accuracy.plot(epochs, percent, **style)
-    loss.set(xlabel="epoch", ylabel="cross-entropy (nats)", title=loss_title)
-    accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title="Accuracy", ylim=(None, 101))
-    for axes in (loss, accuracy):
+    panels = (("loss", 1, "cross-entropy (nats)"), ("accuracy", 100, "accuracy (%)"))
+    for axes, (what, scale, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for prefix, name, color, dashes in runs:
+            for split, width, alpha in (("train", 1.0, 0.55), ("held_out", 2.0, 1.0)):
+                values = [scale * row[f"{prefix}{split}_{what}"] for row in history]
+                style = dict(color=color, lw=width, ls=dashes, alpha=alpha, marker=marker)
+                axes.plot(epochs, values, label=f"{name}, {split.replace('_', '-')}", **style)
+        axes.set(xlabel="epoch", ylabel=label, title=loss_title if what == "loss" else "Accuracy")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8)
+    figure.axes[1].set_ylim(None, 101)
     _save(figure, path)
 
 

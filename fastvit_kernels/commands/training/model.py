@@ -24,7 +24,8 @@ from ..console import CommandError, refusing, require
 from ..models import fused_model, snapshot, source_folder
 from .settings import DIGITS_VIT, Settings
 
-NARROW = 192  # embed_dim below this takes _init_narrow
+# Below this embed_dim timm's 0.02, which suits C = 768, starves the branches and the positions.
+NARROW = 192
 # A classifier is trained anew; everything else must fit.
 HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
 # The Linears that make queries, keys and values, by the last part of their names.
@@ -50,23 +51,17 @@ def model_of(
         with refusing("the small ViT for digits", ValueError):
             model = VisionTransformer(**{**DIGITS_VIT, **options})
     if isinstance(model, VisionTransformer) and model.embed_dim < NARROW:
-        _init_narrow(model)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+        if model.pos_embed is not None:
+            nn.init.trunc_normal_(model.pos_embed, std=0.3)
     if settings.weights is not None and say is not None:
         say(load_into(model, settings.weights))
     if settings.lora:
         add_lora(model, settings.lora)
     freeze(model, settings.freeze)
     return model
-
-
-def _init_narrow(model: VisionTransformer) -> None:
-    """Larger random weights than timm's 0.02, which suits C = 768: at C = 64 it starves the
-    branches and the positions for many epochs."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    if model.pos_embed is not None:
-        nn.init.trunc_normal_(model.pos_embed, std=0.3)
 
 
 def host_of(model: nn.Module) -> nn.Module:
@@ -148,9 +143,9 @@ def load_into(model: nn.Module, source: str) -> str:
         else:
             loaded, missing = _load_host(model, found)
     if absent := [n for n in missing if not HEAD.search(n)]:
+        more = ", ..." if len(absent) > 3 else ""
         raise CommandError(
-            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}"
-            + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}{more}"
         )
     new = sorted({n.rpartition(".")[0] for n in missing})
     return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
@@ -184,15 +179,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Take gradients from the parameters that a pattern names; "backbone" is all but the head."""
     named = dict(model.named_parameters())
     for pattern in patterns:
-        chosen = [
-            n for n in named
-            if (not HEAD.search(n) if pattern == "backbone" else fnmatch.fnmatch(n, pattern))
-        ]  # fmt: skip
+        backbone = [name for name in named if not HEAD.search(name)]
+        chosen = backbone if pattern == "backbone" else fnmatch.filter(named, pattern)
         if not chosen:
-            raise CommandError(
-                f"--freeze {pattern} names no parameter; there are "
-                f"{', '.join(list(named)[:4])}, ..."
-            )
+            some = ", ".join(list(named)[:4])
+            raise CommandError(f"--freeze {pattern} names no parameter; there are {some}, ...")
         for name in chosen:
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):

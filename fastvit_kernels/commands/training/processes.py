@@ -55,13 +55,13 @@ class Processes:
         or OSError, the others end in silence with status 2."""
         if self.world == 1:
             return action()
-        box: list[Any] = [None, None]
+        box: list[Any] = [False, None]
         error = None
         if self.first:
             try:
                 box = [True, action()]
             except (CommandError, OSError) as refused:
-                box, error = [False, None], refused
+                error = refused
         dist.broadcast_object_list(box)
         if error is not None:
             raise error
@@ -103,16 +103,13 @@ def leave(processes: Processes) -> None:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: the list of same-class siblings with most parameters."""
-    best: tuple[int, list[nn.Module]] = (0, [])
+    lists: list[list[nn.Module]] = [[]]
     for module in model.modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-            continue
-        kind, _ = Counter(type(child) for child in module).most_common(1)[0]
-        layers = [child for child in module if type(child) is kind]
-        count = sum(p.numel() for layer in layers for p in layer.parameters())
-        if len(layers) > 1 and count > best[0]:
-            best = count, layers
-    return best[1]
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            kind, count = Counter(map(type, module)).most_common(1)[0]
+            if count > 1:
+                lists.append([child for child in module if type(child) is kind])
+    return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))
 
 
 def distribute(

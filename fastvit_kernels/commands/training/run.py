@@ -87,18 +87,13 @@ class Learner:
         """All tensors by name: weights, their average, and what AdamW keeps of each; whole, and on
         the CPU where they are shards, unless another process `keep`s them. Every process calls it.
         """
-
-        def whole(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-                return tensor.cpu() if keep else tensor.new_empty(0)
-            return tensor
-
-        moments = {
-            f"{name}.{key}": whole(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()
+                    value = value.cpu() if keep else value.new_empty(0)
+                moments[f"{name}.{key}"] = value
         state: State = {"model": whole_weights(self.model), "optimizer": moments}
         if self.average is not None:
             state["average"] = whole_weights(self.average.module)
@@ -124,11 +119,10 @@ class Learner:
             self.optimizer.state[parameter][key] = value
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module) -> dict[str, Any]:
     """The state dict, of shards in the first process alone. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)
-    return state
+    return get_model_state_dict(model, options=options)
 
 
 class Run:

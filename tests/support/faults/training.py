@@ -508,7 +508,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-weights-head", MODEL, "load_into", "weights that lack a layer are taken",
-        "if not HEAD.search(n)]:\n        raise", "if False]:\n        raise",
+        'if not HEAD.search(n)]:\n        more', 'if not HEAD.search(n) and False]:\n        more',
         only=("commands/test_finetune.py::test_weights_that_do_not_fit_change_nothing",),
     ),
     Fault(
@@ -672,7 +672,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
-        "if settings.lora and settings.compare:", "if False:",
+        "(s.lora and s.compare, ", "(False, ",
         only=(_TRAIN + "test_mistakes",),
     ),
     Fault(
@@ -819,7 +819,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-curves-percent", FIGURES, "", "accuracies are drawn as shares",
-        '100 * row[f"{prefix}{split}_accuracy"]', 'row[f"{prefix}{split}_accuracy"]',
+        '("accuracy", 100, ', '("accuracy", 1, ',
         only=(_REPORT + "test_what_is_drawn_of_a_run",),
     ),
     Fault(
@@ -888,9 +888,9 @@ FAULTS: list[Fault] = [
         only=(_RECORDS + "test_classes_of_shards_are_those_of_training",),
     ),
     Fault(
-        "train-fsdp-whole", RUN, "whole", "a checkpoint holds the shards of one process",
-        'tensor.full_tensor()',
-        'tensor.to_local()',
+        "train-fsdp-whole", RUN, "Learner.state", "a checkpoint holds the shards of one process",
+        "value.full_tensor()",
+        "value.to_local()",
         only=(_DISTRIBUTED + "test_a_killed_run_goes_on_with_another_number_of_processes",),
     ),
     Fault(
@@ -905,7 +905,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-blocks-of", PROCESSES, "", "the smallest list is the blocks",
-        "count > best[0]", "count < best[0] or not best[0]",
+        "return max(lists,", "return min(lists[1:],",
         only=(_DISTRIBUTED + "test_the_blocks_of_a_model",),
     ),
     Fault(
@@ -982,12 +982,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-probe-scaler", PROBE, "", "features are not scaled",
-        "make_pipeline(scaler.StandardScaler(), regression)", "make_pipeline(regression)",
+        "make_pipeline(preprocessing.StandardScaler(), regression)", "make_pipeline(regression)",
         only=(_PROBE + "test_features_are_scaled_for_the_linear_probe",),
     ),
     Fault(
         "train-probe-score", PROBE, "", "scores of training images",
-        ".score(rest, y[1].numpy())", ".score(train, y[0].numpy())",
+        ".score(rest, wanted)", ".score(train, labels)",
         only=(_PROBE + "test_both_figures_are_of_the_held_out_images",),
     ),
     Fault(
