@@ -26,7 +26,6 @@ from .training.records import Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels attention-maps`."""
     parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that pillow reads")
     parser.add_argument(
         "--weights", type=Path, required=True, metavar="FILE",
@@ -77,7 +76,6 @@ def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
     console = make_console()
     require("matplotlib.figure", "matplotlib")
     if arguments.model is not None:
@@ -94,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     image = data.read_image(Records([(arguments.image, "", 0, 0)], [0]), 0, height, in_chans)
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
-        layers, from_cls = figures.sample_attention(model, normalization(image[None]))
-    image = figures.seen_pixels(model, image)
+        image, layers, from_cls = figures.sample_attention(model, image, normalization)
     with refusing(f"--out {arguments.out} cannot be written", OSError):
         arguments.out.mkdir(parents=True, exist_ok=True)
         paths = []

@@ -113,7 +113,6 @@ def summary(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels check`."""
     add_selection(parser)
     parser.add_argument("--all", action="store_true", help="a row for every gradient")
 

@@ -25,7 +25,6 @@ from .training.records import IMAGE_SUFFIXES, Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels compare`."""
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
     options.add(parser, "--batch", default=64)

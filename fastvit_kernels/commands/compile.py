@@ -25,7 +25,6 @@ from .models import fused_model, input_shape, run_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fastvit-kernels compile`."""
     parser.add_argument(
         "--arch", nargs="+", choices=list(TARGETS), metavar="ARCH",
         help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",

@@ -28,7 +28,6 @@ HEADS = ("head", "heads", "classifier")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels probe`."""
     add_reading(parser)
     parser.add_argument(
         "--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)"
@@ -95,7 +94,6 @@ def score(x: list[Tensor], y: list[Tensor], neighbours: int, seed: int) -> dict[
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
     console = make_console(quiet=arguments.json)
     require("sklearn", "scikit-learn")
     device = options.chosen_device(arguments)

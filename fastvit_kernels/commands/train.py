@@ -27,7 +27,6 @@ from .training.streaming import open_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels train`."""
     add = parser.add_argument
     add_reading(parser)
     add_flags(parser, {f.name for f in fields(Settings)} - READ)

@@ -412,7 +412,10 @@ def test_patch_attention_reads_the_class_token_or_the_mean():
 
 def test_pixels_that_fill_no_patch_are_not_drawn():
     model = create_vit("vit_mnist", img_size=(9, 7))
-    assert figures.seen_pixels(model, torch.zeros(1, 9, 7)).shape == (1, 8, 6)
+    image = torch.zeros(1, 9, 7, dtype=torch.uint8)
+    normalization = data.Normalization((0.5,), (0.5,))
+    pixels, layers, _ = figures.sample_attention(model, image, normalization)
+    assert pixels.shape == (1, 8, 6) and layers[0].shape == (2, 4, 3)
 
 
 def test_learning_rate_warms_up_and_falls_to_zero():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ...models.attention_maps import attention_maps
 from ...models.vit import VisionTransformer
 from ...runtime.files import write_atomically
-from ..console import CommandError, require
+from ..console import CommandError, refusing, require
 
 
 def _figure(width: float, height: float) -> Any:
@@ -81,15 +81,6 @@ def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequenc
     return rows[:, num_prefix:].unflatten(-1, tuple(grid))
 
 
-def seen_pixels(model: Any, image: Tensor) -> Tensor:
-    """image (channels, height, width) without the remainder that fills no patch."""
-    if not isinstance(model, VisionTransformer):
-        return image
-    patches = zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)
-    height, width = (count * size for count, size in patches)
-    return image[:, :height, :width]
-
-
 def draw_attention(
     image: Tensor, layers: Sequence[Tensor], from_cls: bool, path: Path, title: str
 ) -> None:
@@ -128,17 +119,20 @@ def draw_attention(
     _save(figure, path)
 
 
-def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
-    """(H, rows, columns) of every layer over one square image (1, in_chans, height, width), on the
-    CPU, and whether they are the class token's. Another library's patches make up a square, and
-    what comes before them begins with the class token."""
-    try:
-        maps = attention_maps(model, pixels)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+def sample_attention(
+    model: Any, image: Tensor, normalization: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor], bool]:
+    """What `draw_attention` shows of one square image, (channels, height, width) uint8: its pixels
+    without the remainder that fills no patch, every layer's (H, rows, columns), and whether they
+    are the class token's. Another library's patches make up a square, and what comes before them
+    begins with the class token."""
+    with refusing("attention maps", ValueError):
+        maps = attention_maps(model, normalization(image[None]))
     tokens = maps[0].shape[-1]
     if isinstance(model, VisionTransformer):
         grid, from_cls = model.patch_embed.grid_size, model.cls_token is not None
+        height, width = (n * p for n, p in zip(grid, model.patch_embed.patch_size, strict=True))
+        image = image[:, :height, :width]
     else:
         grid, from_cls = (math.isqrt(tokens),) * 2, math.isqrt(tokens) ** 2 < tokens
     if any(m.shape[0] != 1 or m.shape[-1] != tokens for m in maps):
@@ -146,4 +140,5 @@ def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
             f"{type(model).__name__}: only layers that attend over the whole image are drawn"
         )
     prefix = tokens - math.prod(grid)
-    return [patch_attention(m[0].cpu(), prefix, from_cls, grid) for m in maps], from_cls
+    layers = [patch_attention(m[0].cpu(), prefix, from_cls, grid) for m in maps]
+    return image.cpu(), layers, from_cls

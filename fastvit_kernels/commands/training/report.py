@@ -142,10 +142,9 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
     title = f"{name}: {100 * accuracy:.2f} % of {count} held-out images"
     figures.draw_confusion(confusion, run.classes, run.folder / CONFUSION, title)
     shown, image = source.held_out_sample()
-    layers, from_cls = figures.sample_attention(model, source.normalization(image))
+    seen = figures.sample_attention(model, image[0], source.normalization)
     true, got = (run.classes[int(of[shown])] for of in (source.held_out_labels, predicted))
     title = f"{name}: held-out image {shown}, class {true}, predicted {got}"
-    pixels = figures.seen_pixels(model, image[0].cpu())
-    figures.draw_attention(pixels, layers, from_cls, run.folder / ATTENTION, title)
+    figures.draw_attention(*seen, run.folder / ATTENTION, title)
     written = [name for name in WRITTEN if (run.folder / name).exists()]
     console.print(f"Written to {run.folder}: {', '.join(written)}")

@@ -1128,7 +1128,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "weights-report-order", LOAD, "_natural", "block 10 comes before block 2",
-        "(len(s) if s.isdecimal() else 0, s)", "(0, s)", only=REPORTED,
+        "(len(part) if part.isdecimal() else 0, part)", "(0, part)", only=REPORTED,
     ),
     Fault(
         "weights-key-bias", LOAD, "_fit_biases", "a bias of keys is dropped in silence",
