@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ...models.vit import VisionTransformer
 from ...runtime.compat import define_torchvision_operators
@@ -89,8 +90,7 @@ def tensors_in(content: Any, source: str) -> dict[str, Tensor]:
         raise CommandError(f"--weights {source} holds no tensors by name")
     found = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     for prefix in ("module.", "_orig_mod."):
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
+        consume_prefix_in_state_dict_if_present(found, prefix)
     return found
 
 
@@ -110,15 +110,11 @@ def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
         return tensors_in(read_file(file), source)
     library = require("transformers", "transformers", "transformers")
     own: Any = model
-    try:
-        loaded = library.AutoModelForImageClassification.from_pretrained(
+    with refusing(f"--weights {source} cannot be read", Exception):  # of its readers and checks
+        return library.AutoModelForImageClassification.from_pretrained(
             source_folder(source), num_labels=own.config.num_labels, local_files_only=True,
             ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except Exception as error:  # of its readers and checks
-        first = str(error).strip().split("\n")[0]
-        raise CommandError(f"--weights {source} cannot be read: {first}") from error
-    return loaded.state_dict()
+        ).state_dict()  # fmt: skip
 
 
 def load_into(model: nn.Module, source: str) -> str:
@@ -129,11 +125,9 @@ def load_into(model: nn.Module, source: str) -> str:
     model's own names, for a host's; timm:NAME or hf:NAME, from the cache of huggingface_hub; after
     hf: also a folder.
     """
-    remote = source.startswith(("timm:", "hf:"))
     with refusing(f"--weights {source} does not fit the model", *UNFIT):
-        found = (
-            _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
-        )
+        named = source.startswith(("timm:", "hf:"))
+        found = _pretrained(source, model) if named else tensors_in(read_file(Path(source)), source)
         if isinstance(model, VisionTransformer):
             # Without a classifier of another number of classes, whatever its family calls it.
             count: Any = getattr(model.head, "out_features", 0)
@@ -162,12 +156,10 @@ def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], l
     found = change(found, model) if change else found
     own = model.state_dict()
     other = [n for n in found if n in own and found[n].shape != own[n].shape]
-    wrong = [
-        f"{n} is {tuple(found[n].shape)} there and {tuple(own[n].shape)} here"
-        for n in other if not HEAD.search(n)
-    ]  # fmt: skip
-    if wrong:
-        raise ValueError("; ".join(wrong[:3]))
+    for n in other:
+        if not HEAD.search(n):
+            there, here = tuple(found[n].shape), tuple(own[n].shape)
+            raise ValueError(f"{n} is {there} there and {here} here")
     fitting = {n: v for n, v in found.items() if n in own and n not in other}
     missing = [n for n in own if n not in fitting]
     if all(HEAD.search(n) for n in missing):

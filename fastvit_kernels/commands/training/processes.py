@@ -127,13 +127,10 @@ def distribute(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy()
-    if dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=None if dtype is None else torch.float32)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in (*blocks_of(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -895,12 +895,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-fsdp-reduce", PROCESSES, "", "FSDP2 reduces gradients in bf16",
-        "reduce_dtype=torch.float32", "reduce_dtype=dtype",
+        "None if dtype is None else torch.float32", "dtype",
         only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
     ),
     Fault(
         "train-fsdp-blocks", PROCESSES, "", "FSDP2 shards no block",
-        "for block in blocks_of(model):", "for block in ():",
+        "(*blocks_of(model), model)", "(model,)",
         only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
     ),
     Fault(
