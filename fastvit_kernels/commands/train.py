@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
 from .training.checkpoint import open_run
-from .training.processes import Processes, ended_together, join, leave
+from .training.processes import Processes, ended_together, join
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
 from .training.settings import READ, Settings, add_flags, add_reading, given_options
@@ -127,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console(quiet=not processes.first)
     require("matplotlib.figure", "matplotlib")
     status = _run(arguments, processes, device, console)
-    leave(processes)
+    if processes.launched:
+        dist.destroy_process_group()
     return status
 
 
@@ -148,8 +150,6 @@ def _run(
         training.distribute(arguments.fsdp)
     if arguments.resume:
         training.restore()
-        if processes.first:
-            training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)

@@ -96,11 +96,6 @@ def join(arguments: argparse.Namespace) -> tuple[Processes, torch.device]:
     return Processes(dist.get_rank(), dist.get_world_size(), True), device
 
 
-def leave(processes: Processes) -> None:
-    if processes.launched and dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: the list of same-class siblings with most parameters."""
     lists: list[list[nn.Module]] = [[]]

@@ -320,7 +320,7 @@ class Run:
         self.processes.agree(write)
 
     def write_metrics(self) -> None:
-        """metrics.csv from the history; a kill may leave it an epoch behind checkpoint.pt."""
+        """metrics.csv from the history; a kill may have left it an epoch behind checkpoint.pt."""
         if self.history:
             lines = [",".join(self.history[0])]
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
@@ -347,6 +347,8 @@ class Run:
                 learner.restore(path, content)
             if not self.processes.launched:
                 checkpoint.set_rng_state(content["rng"])
+        if self.processes.first:
+            self.write_metrics()
 
     def whole_model(self) -> nn.Module | None:
         """The model that is reported with all its weights, in the first process; None in the
