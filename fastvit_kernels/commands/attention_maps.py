@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from .models import build_model, input_shape
 from .training import checkpoint, data, figures
 from .training.checkpoint import CHECKPOINT, WEIGHTS, read_settings
 from .training.model import UNFIT, load_into, model_of
-from .training.records import Files
+from .training.records import Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels attention-maps`."""
     parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that pillow reads")
     parser.add_argument(
         "--weights", type=Path, required=True, metavar="FILE",
@@ -33,23 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     options.add(parser, "--model", help=f"{options.NAMES} (not needed with what `train` wrote)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE",
+        "--option", action="append", default=[], metavar="NAME=VALUE", type=_option,
         help="an argument for --model by its library's own name, such as num_classes=21843",
     )  # fmt: skip
     options.add(parser, "--out", help="where the PNGs go", default=Path("attention-maps"))
 
 
-def _overrides(options: list[str]) -> dict[str, Any]:
-    overrides = {}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise CommandError(f"--option must be NAME=VALUE, got {option}")
-        try:
-            overrides[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except ValueError:
-            overrides[name] = value
-    return overrides
+def _option(text: str) -> tuple[str, Any]:
+    """An argparse type; a value is JSON or a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
+    with suppress(ValueError):
+        return name, json.loads(value.lower() if value in ("True", "False") else value)
+    return name, value
 
 
 def _named_model(
@@ -79,13 +76,10 @@ def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
     console = make_console()
     require("matplotlib.figure", "matplotlib")
-    overrides = _overrides(arguments.option)
-    if not arguments.weights.is_file():
-        raise CommandError(f"there is no file {arguments.weights}")
     if arguments.model is not None:
+        overrides = dict(arguments.option)
         model, normalization = _named_model(arguments.model, arguments.weights, overrides)
     else:
         try:
@@ -95,13 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
     in_chans, height, width = input_shape(model)
     if height != width:
         raise CommandError(f"the model takes {height} x {width} images; a square one is wanted")
-    photo = Files([(arguments.image, "", 0, 0)], [0])
-    image = data.read_image(photo, 0, height, in_chans)
-
+    image = data.read_image(Records([(arguments.image, "", 0, 0)], [0]), 0, height, in_chans)
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
-        layers, from_cls = figures.sample_attention(model, normalization(image[None]))
-    image = figures.seen_pixels(model, image)
+        image, layers, from_cls = figures.sample_attention(model, image, normalization)
     with refusing(f"--out {arguments.out} cannot be written", OSError):
         arguments.out.mkdir(parents=True, exist_ok=True)
         paths = []

@@ -47,23 +47,21 @@ def _rows(result: Result, every: bool) -> list[Error]:
     """The output and the gradient nearest their limits; every tensor where asked or failed."""
     if every or not result.passed:
         return result.errors
-    outputs = [e for e in result.errors if not e.name.startswith("d")]
-    gradients = [e for e in result.errors if e.name.startswith("d")]
-    return [worst_error(part) for part in (outputs, gradients) if part]
+    parts = [[e for e in result.errors if e.name.startswith("d") == d] for d in (False, True)]
+    return [worst_error(part) for part in parts if part]
 
 
 def _table(results: list[Result], every: bool) -> Any:
-    escape = require("rich.markup", "rich").escape
+    escape, failed = require("rich.markup", "rich").escape, "[red]FAILED[/red]"
     table = make_table("kernel and tensor", "dtype", figures=ERROR_COLUMNS)
     table.add_column("")
     for name in dict.fromkeys(result.name for result in results):
         table.add_row(f"[bold]{escape(name)}[/bold]")
         for result in (r for r in results if r.name == name):
             if result.failure is not None:
-                failed = ("  [red]raised[/red]", result.dtype, *[""] * 6, "[red]FAILED[/red]")
-                table.add_row(*failed)
+                table.add_row("  [red]raised[/red]", result.dtype, *[""] * 6, failed)
             for e in _rows(result, every):
-                verdict = "ok" if e.passed else "[red]FAILED[/red]"
+                verdict = "ok" if e.passed else failed
                 table.add_row(f"  {e.name}", result.dtype, *error_cells(e), verdict)
     return table
 
@@ -115,7 +113,6 @@ def summary(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels check`."""
     add_selection(parser)
     parser.add_argument("--all", action="store_true", help="a row for every gradient")
 

@@ -21,11 +21,10 @@ from . import options, sweep
 from .console import CommandError, refusing
 from .models import build_model, input_shape
 from .training.data import Normalization, read_image
-from .training.records import IMAGE_SUFFIXES, Files
+from .training.records import IMAGE_SUFFIXES, Records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels compare`."""
     add = parser.add_argument
     add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
     options.add(parser, "--batch", default=64)
@@ -54,7 +53,7 @@ def images_of(arguments: argparse.Namespace, shape: tuple[int, int, int]) -> Ten
     if len(files) < count:
         raise CommandError(f"--data {folder} holds {len(files)} images; --batch wants {count}")
     channels, height, width = shape
-    records = Files([(path, "", 0, 0) for path in files], [0] * count)
+    records = Records([(path, "", 0, 0) for path in files], [0] * count)
     found = [read_image(records, i, max(height, width), channels) for i in range(count)]
     images = torch.stack(found)[..., :height, :width]
     return Normalization.of(images)(images)

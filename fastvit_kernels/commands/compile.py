@@ -25,7 +25,6 @@ from .models import fused_model, input_shape, run_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fastvit-kernels compile`."""
     parser.add_argument(
         "--arch", nargs="+", choices=list(TARGETS), metavar="ARCH",
         help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",
@@ -57,11 +56,8 @@ def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Call
 
 def _arch_here() -> str:
     """The target that this machine's GPU is, so that its launches find what is compiled."""
-    if torch.cuda.is_available():
-        arch = gpu(torch.device("cuda", torch.cuda.current_device())).arch
-        if arch in TARGETS:
-            return arch
-    return "sm_90"
+    here = torch.cuda.is_available() and gpu(torch.device("cuda", torch.cuda.current_device())).arch
+    return here if here in TARGETS else "sm_90"
 
 
 def _compile(args: argparse.Namespace, share: Share = WHOLE) -> dict[str, list[Kernel]]:

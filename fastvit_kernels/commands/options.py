@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,10 @@ part = _number(float, lambda value: 0 < value < 1, "above 0 and below 1")
 
 
 def _device(text: str) -> str:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text}")
-    return text
+    with suppress(RuntimeError):
+        if torch.device(text).type in ("cpu", "cuda"):
+            return text
+    raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text}")
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -100,13 +98,13 @@ def chosen_device(arguments: argparse.Namespace) -> torch.device:
     """The device of `--device`."""
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device(arguments.device or ("cuda" if seen else "cpu"))
-    if device.type == "cuda" and not seen:
+    if device.type == "cpu":
+        return device
+    if not seen:
         raise CommandError(f"--device {device}: torch sees no GPU")
-    if device.type == "cuda" and (device.index or 0) >= seen:
+    if (device.index or 0) >= seen:
         raise CommandError(f"--device {device}: torch sees {seen} GPUs, the first is cuda:0")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 def kernels_reason(device: torch.device, dtype: str | None = None) -> str | None:

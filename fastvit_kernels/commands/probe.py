@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ HEADS = ("head", "heads", "classifier")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels probe`."""
     add_reading(parser)
     parser.add_argument(
         "--neighbours", type=positive(int), default=20, metavar="K", help="of k-NN (default 20)"
@@ -43,10 +41,9 @@ def feature_model(settings: Settings) -> nn.Module:
     if name is None:
         raise CommandError("probe needs --model NAME, or --weights timm:NAME or hf:NAME")
     sizes = dict(img_size=settings.img_size, in_chans=settings.in_chans)
-    if not name.startswith(("hf:", "torchvision:")):
-        model = fused_model(name, **sizes, num_classes=0)
-    else:
-        model = fused_model(name, **sizes, num_classes=2)
+    apart = name.startswith(("hf:", "torchvision:"))  # their models always have a classifier
+    model = fused_model(name, **sizes, num_classes=2 if apart else 0)
+    if apart:
         head = next((n for n in HEADS if isinstance(getattr(model, n, None), nn.Module)), None)
         if head is None:
             raise CommandError(f"--model {name} has no classifier called {', '.join(HEADS)}")
@@ -60,44 +57,43 @@ def features(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Features and labels on the CPU: of the training images, then of the held-out ones."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    low = settings.precision == "bf16"
-    sides = (
-        ((x, y) for x, y, weight in source.batches(1, Processes()) if weight),
-        ((x, source.held_out_labels[i]) for i, x in source.held_out_batches(Processes()) if len(i)),
-    )
-    for side in sides:
+    low, alone = settings.precision == "bf16", Processes()
+    held_out = source.held_out_batches(alone)
+    for side in (
+        ((x, y) for x, y, weight in source.batches(1, alone) if weight),
+        ((x, source.held_out_labels[numbers]) for numbers, x in held_out if len(numbers)),
+    ):
         parts: list[tuple[Tensor, Tensor]] = []
         for images, labels in side:
             with torch.autocast(device.type, torch.bfloat16, enabled=low):
                 y = logits_of(model(images))
             parts.append((y.float().flatten(1).cpu(), labels.cpu()))
-        found[0].append(torch.cat([x for x, _ in parts]))
-        found[1].append(torch.cat([y for _, y in parts]))
+        for kind, batches in zip(found, zip(*parts, strict=True), strict=True):
+            kind.append(torch.cat(batches))
     return found
 
 
 def score(x: list[Tensor], y: list[Tensor], neighbours: int, seed: int) -> dict[str, float]:
     """Held-out accuracies of k-NN by cosine and of a logistic regression on scaled features."""
-    neighbors: Any = require("sklearn.neighbors", "scikit-learn")
-    linear: Any = require("sklearn.linear_model", "scikit-learn")
-    scaler: Any = require("sklearn.preprocessing", "scikit-learn")
-    pipeline: Any = require("sklearn.pipeline", "scikit-learn")
+    neighbors, linear, preprocessing, pipeline = (
+        require(f"sklearn.{name}", "scikit-learn")
+        for name in ("neighbors", "linear_model", "preprocessing", "pipeline")
+    )
     if len(y[0].unique()) < 2:
         raise CommandError("probe needs training images of two classes or more")
     knn = neighbors.KNeighborsClassifier(
         min(neighbours, len(y[0])), metric="cosine", weights="distance"
     )
     regression = linear.LogisticRegression(max_iter=1000, random_state=seed)
-    probe = pipeline.make_pipeline(scaler.StandardScaler(), regression)
-    train, rest = (part.numpy() for part in x)
+    probe = pipeline.make_pipeline(preprocessing.StandardScaler(), regression)
+    (train, rest), (labels, wanted) = ([part.numpy() for part in of] for of in (x, y))
     return {
-        name: float(classifier.fit(train, y[0].numpy()).score(rest, y[1].numpy()))
+        name: float(classifier.fit(train, labels).score(rest, wanted))
         for name, classifier in (("knn", knn), ("linear", probe))
     }
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command."""
     console = make_console(quiet=arguments.json)
     require("sklearn", "scikit-learn")
     device = options.chosen_device(arguments)
@@ -106,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = feature_model(settings)
     if settings.weights is not None:
         console.print(load_into(model, settings.weights), markup=False)
-    source = open_images(settings, arguments, console)
-    source.to(device)
+    source = open_images(settings, arguments, device, console)
     model.to(device)
     if input_shape(model)[0] != settings.in_chans:
         raise CommandError(
@@ -118,21 +113,15 @@ def run(arguments: argparse.Namespace) -> int:
     with console.status("features"), backend("auto" if device.type == "cuda" else "torch"):
         x, y = features(model, source, settings, device)
     seconds = time.perf_counter() - started
-    result = {
-        **score(x, y, arguments.neighbours, settings.seed),
-        "train_images": len(y[0]), "held_out_images": len(y[1]), "width": x[0].shape[1],
-        "seconds": seconds,
-    }  # fmt: skip
-    if arguments.json:
-        print(json.dumps(result))
-        return 0
+    train, held_out, width = len(y[0]), len(y[1]), x[0].shape[1]
+    result = score(x, y, arguments.neighbours, settings.seed)
     ours = "" if isinstance(model, VisionTransformer) else ", swapped"
     console.print(
-        f"{settings.model}{ours}: {result['train_images']} training and "
-        f"{result['held_out_images']} held-out images, {result['width']} features, {seconds:.1f} s"
-    )
-    console.print(
-        f"k-NN ({arguments.neighbours}): {100 * result['knn']:.2f} %. "
+        f"{settings.model}{ours}: {train} training and {held_out} held-out images, {width} "
+        f"features, {seconds:.1f} s\nk-NN ({arguments.neighbours}): {100 * result['knn']:.2f} %. "
         f"Linear probe: {100 * result['linear']:.2f} %."
     )
+    if arguments.json:
+        sizes = {"train_images": train, "held_out_images": held_out, "width": width}
+        print(json.dumps({**result, **sizes, "seconds": seconds}))
     return 0

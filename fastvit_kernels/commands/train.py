@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..runtime.backend import Backend, backend
 from ..verify.accuracy import Error
 from . import options
 from .console import CommandError, make_console, refusing, require
-from .training import checkpoint
-from .training.checkpoint import CHECKPOINT, open_run
-from .training.processes import Processes, ended_together, join, leave
+from .training.checkpoint import open_run
+from .training.processes import Processes, ended_together, join
 from .training.report import check_batch, describe, write_report
 from .training.run import Run
 from .training.settings import READ, Settings, add_flags, add_reading, given_options
@@ -27,7 +28,6 @@ from .training.streaming import open_images
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels train`."""
     add = parser.add_argument
     add_reading(parser)
     add_flags(parser, {f.name for f in fields(Settings)} - READ)
@@ -65,34 +65,33 @@ def _train(run: Run, console: Any) -> None:
     quiet = not console.is_terminal
     with rich.Progress(console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
+
+        def advance(epoch: int) -> None:
+            speed, waiting = run.pace
+            text = f"epoch {epoch}/{settings.epochs}, {speed:,.0f} images/s"
+            text += _waiting(None if settings.in_memory else waiting)
+            bar.update(task, advance=1, description=text)
+
         for epoch in range(done + 1, settings.epochs + 1):
-
-            def advance(epoch: int = epoch) -> None:
-                speed, waiting = run.pace
-                text = f"epoch {epoch}/{settings.epochs}, {speed:,.0f} images/s"
-                if not settings.in_memory:
-                    text += f", waiting for data {100 * waiting:.0f} %"
-                bar.update(task, advance=1, description=text)
-
-            row = run.epoch(epoch, advance)
+            row = run.epoch(epoch, partial(advance, epoch))
             run.save()
             if epoch % every == 0 or epoch in (1, settings.epochs):
-                console.print(_epoch_line(row, settings))
+                line = f"epoch {epoch:>3}/{settings.epochs}: {_figures(row)}"
+                line += _waiting(row.get("data_wait"))
+                line += f"; PyTorch {_figures(row, 'reference_')}" if settings.compare else ""
+                console.print(line)
 
 
-def _epoch_line(row: dict[str, float], settings: Settings) -> str:
-    def told(who: str) -> str:
-        loss, held_out, right, speed = (
-            row[who + name]
-            for name in ("train_loss", "held_out_loss", "held_out_accuracy", "images_per_s")
-        )
-        held_out = f"held-out {held_out:.3f} and {100 * right:.2f} %"
-        return f"loss {loss:.3f}, {held_out}, {speed:,.0f} images/s"
+def _figures(row: dict[str, float], who: str = "") -> str:
+    loss, held_out = row[f"{who}train_loss"], row[f"{who}held_out_loss"]
+    right, speed = row[f"{who}held_out_accuracy"], row[f"{who}images_per_s"]
+    return (
+        f"loss {loss:.3f}, held-out {held_out:.3f} and {100 * right:.2f} %, {speed:,.0f} images/s"
+    )
 
-    line = f"epoch {row['epoch']:>3}/{settings.epochs}: {told('')}"
-    if "data_wait" in row:
-        line += f", waiting for data {100 * row['data_wait']:.0f} %"
-    return line + (f"; PyTorch {told('reference_')}" if settings.compare else "")
+
+def _waiting(share: float | None) -> str:
+    return "" if share is None else f", waiting for data {100 * share:.0f} %"
 
 
 def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:
@@ -122,26 +121,15 @@ def _open(
     return folder, settings
 
 
-def _how_far(folder: Path, settings: Settings, processes: Processes) -> str:
-    """What the checkpoint holds, and the command that goes on with it."""
-    done = len(checkpoint.load(folder / CHECKPOINT)["history"])
-    launch = "fastvit-kernels train"
-    if processes.launched:
-        launch = f"torchrun --nproc-per-node {processes.world} -m fastvit_kernels train"
-    return (
-        f"{folder / CHECKPOINT} holds the run after epoch {done} of {settings.epochs}; go on with: "
-        f"{launch} --resume --out {folder}"
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """The command: 0, or 1 where the check batch breaks the 2x rule or another process of the run
     has ended, or 130 when interrupted."""
-    processes, device = join(arguments.device, arguments.fsdp)
+    processes, device = join(arguments)
     console = make_console(quiet=not processes.first)
     require("matplotlib.figure", "matplotlib")
-    status = _run(arguments, processes, device or options.chosen_device(arguments), console)
-    leave(processes)
+    status = _run(arguments, processes, device, console)
+    if processes.launched:
+        dist.destroy_process_group()
     return status
 
 
@@ -152,9 +140,9 @@ def _run(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
-    say = None if arguments.resume else lambda line: console.print(line, markup=False)
-    source = open_images(settings, arguments, console)
-    training = Run(settings, source, device, folder, processes, say)
+    source = open_images(settings, arguments, device, console)
+    say = None if arguments.resume else partial(console.print, markup=False)
+    training = Run(source, folder, processes, say)
     errors = processes.agree(lambda: _checked(training, arguments, console))
     if errors is None:
         return 1
@@ -162,8 +150,6 @@ def _run(
         training.distribute(arguments.fsdp)
     if arguments.resume:
         training.restore()
-        if processes.first:
-            training.write_metrics()
         console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
     describe(training, console)
     steps_backend = _choose_backend(settings, device, console)
@@ -174,7 +160,7 @@ def _run(
             training.save()
 
     def stopped(why: str) -> None:
-        console.out(f"\n{why}. {_how_far(folder, settings, processes)}")
+        console.out(f"\n{why}. {training.how_far()}")
 
     with ended_together(processes, lambda why: stopped(f"The run stops: {why}")):
         try:
@@ -187,5 +173,5 @@ def _run(
         except OSError as error:  # such as a full disk
             if not processes.first:
                 raise SystemExit(2) from error
-            raise CommandError(f"{error}. {_how_far(folder, settings, processes)}") from error
+            raise CommandError(f"{error}. {training.how_far()}") from error
     return 0

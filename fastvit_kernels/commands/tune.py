@@ -153,7 +153,6 @@ def clear(here: Gpu) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fastvit-kernels tune`."""
     options.add(parser, "--model", default=options.MODEL)
     options.add(parser, "--batch", default=256)
     options.add(parser, "--dtype", default="bf16")

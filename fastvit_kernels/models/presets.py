@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from .vit import VisionTransformer
@@ -32,10 +33,8 @@ def _sized(sizes: tuple[int, int, int], img_size: int, patch_size: int) -> Argum
 
 
 def _vit() -> Iterator[tuple[str, Arguments]]:
-    for size, shape in _SIZES.items():
-        for patch in (14, 16, 32):
-            for side in (224, 384):
-                yield f"vit_{size}_patch{patch}_{side}", _sized(shape, side, patch)
+    for (size, shape), patch, side in product(_SIZES.items(), (14, 16, 32), (224, 384)):
+        yield f"vit_{size}_patch{patch}_{side}", _sized(shape, side, patch)
 
 
 def _dinov3() -> Iterator[tuple[str, Arguments]]:

@@ -169,16 +169,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, grid: Sequence[int], device: torch.device | None) -> Tables:
-        interleaved = not self.rotate_half
+        common: dict[str, Any] = dict(temperature=self.temperature, device=device)
+        common["interleaved"] = not self.rotate_half
         if self.rope_type == "dinov3":
-            return centered_table(
-                grid, self.dim, temperature=self.temperature, interleaved=interleaved,
-                device=device,
-            )  # fmt: skip
+            return centered_table(grid, self.dim, **common)
         return index_table(
-            grid, self.dim, temperature=self.temperature, interleaved=interleaved,
-            ref_grid=self.ref_feat_shape, offset=self.grid_offset,
-            xy=self.grid_indexing == "xy", device=device,
+            grid, self.dim, ref_grid=self.ref_feat_shape, offset=self.grid_offset,
+            xy=self.grid_indexing == "xy", **common,
         )  # fmt: skip
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

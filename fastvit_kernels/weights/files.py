@@ -7,7 +7,6 @@ an array must be as large as its header says, a tensor may not claim more number
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import pickle
@@ -32,18 +31,14 @@ UNPACKED_FREELY = 2**28  # bytes below which the ratio does not matter
 def _check_regular(path: Path) -> None:
     """Raise FileNotFoundError unless path leads to a regular file."""
     try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise FileNotFoundError(f"load_weights: there is no file {path}") from None
+        if stat.S_ISREG(path.stat().st_mode):
+            return
+        reason: Any = "it is no regular file"
+    except PermissionError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        if isinstance(error, PermissionError):
-            raise
-        loop = getattr(error, "errno", None) == errno.ELOOP
-        reason = "its symbolic links form a loop" if loop else error
-        raise FileNotFoundError(f"load_weights: there is no file {path}: {reason}") from None
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
-        raise FileNotFoundError(f"load_weights: there is no file {path}: it is {kind}")
+        reason = getattr(error, "strerror", error)
+    raise FileNotFoundError(f"load_weights: there is no file {path}: {reason}")
 
 
 def _check_archive(path: Path) -> None:

@@ -179,11 +179,11 @@ def _converted(name: str, source: Tensor, target: Tensor) -> Tensor:
 
 def _natural(names: Iterable[str]) -> tuple[str, ...]:
     """Sorted so that block 2 comes before block 10."""
-    return tuple(
-        sorted(
-            names, key=lambda n: [(len(s) if s.isdecimal() else 0, s) for s in n.split(".")]
-        )
-    )  # fmt: skip
+
+    def place(name: str) -> list[tuple[int, str]]:
+        return [(len(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+    return tuple(sorted(names, key=place))
 
 
 def _check_grid_size(grid_size: Any) -> None:

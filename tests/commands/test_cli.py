@@ -189,12 +189,12 @@ def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, name, global_poo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["photo.jpg", "--weights", "absent.pth"], "there is no file absent.pth"),
+        (["photo.jpg", "--weights", "absent.pth"], "there is no checkpoint absent.pth"),
+        (["photo.jpg", "--weights", "absent.pth", "--model", "vit_mnist"], "no file absent.pth"),
         (["photo.jpg", "--weights", "photo.jpg"], "other weights need --model"),
         (["photo.jpg", "--weights", "bad.pth", "--model", "vit_mnist"], "bad.pth"),
         (["photo.jpg", "--weights", "bad.pth", "--model", "resnet50"], "unknown model"),
         (["absent.png", "--weights", "good.pth", "--model", "vit_mnist"], "absent.png cannot be"),
-        (["photo.jpg", "--weights", "good.pth", "--option", "depth"], "NAME=VALUE"),
     ],
 )
 def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, capsys):
@@ -208,11 +208,14 @@ def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, c
     assert not (tmp_path / "attention-maps").exists()
 
 
-def test_options_of_attention_maps_are_values():
+def test_options_of_attention_maps_are_values(capsys):
     words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
-    assert attention_maps._overrides(words) == {
+    assert dict(map(attention_maps._option, words)) == {
         "depth": 2, "class_token": False, "rate": 0.5, "global_pool": "avg", "x": True, "y": [1, 2]
     }  # fmt: skip
+    with pytest.raises(SystemExit):
+        cli.main(["attention-maps", "photo.jpg", "--weights", "good.pth", "--option", "depth"])
+    assert "--option: must be NAME=VALUE, got depth" in capsys.readouterr().err
 
 
 def test_the_pixels_that_a_named_model_sees(tmp_path):

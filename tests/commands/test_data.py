@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.training import data
+from fastvit_kernels.commands.training import data, records
+from fastvit_kernels.commands.training.settings import make_settings
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -33,9 +34,16 @@ def write_images(folder, classes=("cat", "dog"), count=4, size=(20, 12)):
             Image.new("RGB", size, (100 * label + index,) * 3).save(folder / name / f"{index}.png")
 
 
+def in_memory(folder=None, kind="folder", size=8, **given):
+    """What `--in-memory` holds."""
+    given = {"data": kind, "data_dir": folder and str(folder), "img_size": size, **given}
+    settings = make_settings(given, torch.device("cpu"))
+    return data.InMemory(records.find(settings), settings, torch.device("cpu"))
+
+
 def test_digits_split_is_stratified_fixed_by_seed_and_disjoint():
-    first, again, other = (data.load_digits(8, 0.2, seed) for seed in (0, 0, 1))
-    assert len(first.train) + len(first.held_out) == 1797
+    first, again, other = (in_memory(kind="digits", seed=seed) for seed in (0, 0, 1))
+    assert first.train_count + first.held_out_count == 1797
     share = torch.bincount(first.held_out.labels) / torch.bincount(
         torch.cat([first.train.labels, first.held_out.labels])
     )
@@ -46,27 +54,30 @@ def test_digits_split_is_stratified_fixed_by_seed_and_disjoint():
 
 
 def test_split_keeps_one_image_of_each_class_for_training():
-    train, held_out = data.stratified_split(torch.tensor([0, 1, 1]), 0.9, seed=0)
+    train, held_out = records.stratified_split(torch.tensor([0, 1, 1]), 0.9, seed=0)
     assert 0 in train.tolist() and len(held_out) == 1
     assert sorted(train.tolist() + held_out.tolist()) == [0, 1, 2]
 
 
 def test_split_rounds_and_holds_one_of_two_images_out():
     labels = torch.tensor([0] * 8 + [1] * 7 + [2] * 2 + [3])
-    train, held_out = data.stratified_split(labels, 0.2, seed=0)
+    train, held_out = records.stratified_split(labels, 0.2, seed=0)
     assert labels[held_out].bincount(minlength=4).tolist() == [2, 1, 1, 0]
     assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(len(labels)))
 
 
 def test_images_are_resized_bicubically():
     images = torch.randint(0, 256, (3, 12, 12), generator=torch.Generator().manual_seed(0))
-    found = data.resize(images.to(torch.uint8), 5)
-    assert found.dtype is torch.uint8 and found.shape == (3, 1, 5, 5)
-    for image, pixels in zip(images, found, strict=True):
-        photo = Image.fromarray(image.to(torch.uint8).numpy())
-        bicubic = photo.resize((5, 5), Image.Resampling.BICUBIC)
+    arrays = records._arrays(images.to(torch.uint8), torch.zeros(3))
+    for number, image in enumerate(images):
+        pixels = data.read_image(arrays, number, 5, 1)
+        assert pixels.dtype is torch.uint8 and pixels.shape == (1, 5, 5)
+        bicubic = Image.fromarray(image.to(torch.uint8).numpy()).resize(
+            (5, 5), Image.Resampling.BICUBIC
+        )
         wanted = [[bicubic.getpixel((x, y)) for x in range(5)] for y in range(5)]
-        assert pixels[0].tolist() == wanted == data.fit(photo, 5)[0].tolist()
+        assert pixels[0].tolist() == wanted
+        assert torch.equal(data.read_image(arrays, number, 12, 1)[0], image), "as it is"
 
 
 def test_normalization_is_mean_and_deviation_of_each_channel():
@@ -165,7 +176,7 @@ def test_images_are_cropped_about_their_centre_and_turned_upright(tmp_path):
 @pytest.mark.parametrize("place", ["", "MNIST/raw"])
 def test_idx_files(tmp_path, suffix, place):
     write_mnist(tmp_path / place, suffix)
-    dataset = data.load_idx(tmp_path, 28)
+    dataset = in_memory(tmp_path, "mnist", 28)
     assert dataset.train.images.shape == (20, 1, 28, 28)
     assert dataset.held_out.labels.tolist() == [*range(10), *range(10)]
     assert len(dataset.classes) == 10
@@ -208,7 +219,7 @@ def test_bad_idx_files_are_named(tmp_path, damage, message):
     write_mnist(tmp_path)
     damage(tmp_path / "train-images-idx3-ubyte")
     with pytest.raises(CommandError, match=message) as error:
-        data.load_idx(tmp_path, 28)
+        records.from_idx(tmp_path)
     assert str(tmp_path) in str(error.value)
 
 
@@ -216,24 +227,24 @@ def test_held_out_digits_of_a_class_that_training_lacks(tmp_path):
     write_mnist(tmp_path)
     labels = tmp_path / "t10k-labels-idx1-ubyte"
     write_idx(labels, torch.arange(20) % 11)
-    with pytest.raises(CommandError, match="t10k labels reach 10, the training labels only 9"):
-        data.load_idx(tmp_path, 28)
+    with pytest.raises(CommandError, match="class 10 is not among the 10 classes"):
+        in_memory(tmp_path, "mnist", 28)
 
 
 def test_damaged_gzip_is_named(tmp_path):
     write_mnist(tmp_path, ".gz")
     _truncate(tmp_path / "t10k-labels-idx1-ubyte.gz")
     with pytest.raises(CommandError, match=r"t10k-labels-idx1-ubyte\.gz cannot be read"):
-        data.load_idx(tmp_path, 28)
+        records.from_idx(tmp_path)
 
 
 @pytest.mark.parametrize("held_out", ["val", "test"])
 def test_folder_with_its_own_split(tmp_path, held_out):
     write_images(tmp_path / "train")
     write_images(tmp_path / held_out, count=1)
-    dataset = data.load_folder(tmp_path, 8, 3, 0.2, 0)
+    dataset = in_memory(tmp_path)
     assert dataset.classes == ["cat", "dog"]
-    assert dataset.train.images.shape == (8, 3, 8, 8) and len(dataset.held_out) == 2
+    assert dataset.train.images.shape == (8, 3, 8, 8) and dataset.held_out_count == 2
     assert dataset.train.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 100, 101, 102, 103]
 
 
@@ -243,14 +254,14 @@ def test_folder_takes_val_and_leaves_hidden_files(tmp_path):
     for name in ("._0.png", "notes.txt"):  # the first by macOS, on disks of others
         (tmp_path / "train" / "cat" / name).write_bytes(b"no image")
     (tmp_path / "train" / "cat" / "0.png").rename(tmp_path / "train" / "cat" / "0.PNG")
-    dataset = data.load_folder(tmp_path, 8, 3, 0.2, 0)
-    assert (len(dataset.train), len(dataset.held_out)) == (8, 2)
+    dataset = in_memory(tmp_path)
+    assert (dataset.train_count, dataset.held_out_count) == (8, 2)
 
 
 def test_folder_without_a_split(tmp_path):
     write_images(tmp_path)
-    dataset = data.load_folder(tmp_path, 8, 1, 0.25, 0)
-    assert len(dataset.train) == 6 and dataset.held_out.labels.tolist() == [0, 1]
+    dataset = in_memory(tmp_path, in_chans=1, held_out=0.25)
+    assert dataset.train_count == 6 and dataset.held_out.labels.tolist() == [0, 1]
 
 
 def test_folder_names_the_unreadable_image(tmp_path):
@@ -258,7 +269,7 @@ def test_folder_names_the_unreadable_image(tmp_path):
     image = tmp_path / "dog" / "2.png"
     image.write_bytes(image.read_bytes()[:40])
     with pytest.raises(CommandError, match=r"dog/2\.png cannot be read as an image"):
-        data.load_folder(tmp_path, 8, 3, 0.2, 0)
+        in_memory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +288,7 @@ def test_folder_names_the_unreadable_image(tmp_path):
 def test_folder_mistakes(tmp_path, prepare, message):
     prepare(tmp_path)
     with pytest.raises(CommandError, match=message):
-        data.load_folder(tmp_path, 8, 3, 0.2, 0)
+        in_memory(tmp_path)
 
 
 def test_images_are_twice_in_memory_while_they_are_read(monkeypatch):
@@ -290,6 +301,6 @@ def test_images_are_twice_in_memory_while_they_are_read(monkeypatch):
 def test_more_images_than_memory_is_said_before_they_are_read(tmp_path):
     write_images(tmp_path)
     with pytest.raises(CommandError, match="use a smaller --img-size"):
-        data.load_folder(tmp_path, 10_000_000, 3, 0.2, 0)
+        in_memory(tmp_path, size=10_000_000)
     with pytest.raises(CommandError, match="use a smaller --img-size"):
-        data.load_digits(100_000, 0.2, 0)
+        in_memory(kind="digits", size=100_000)

@@ -12,8 +12,15 @@ import torch
 from test_data import Image
 
 from fastvit_kernels.commands.console import CommandError
+<<<<<<< HEAD
 from fastvit_kernels.commands.training import checkpoint, checkpoint as names, records
 from fastvit_kernels.commands.training.records import Files, Rows
+=======
+from fastvit_kernels.commands.training import checkpoint, records
+from fastvit_kernels.commands.training import checkpoint as names
+from fastvit_kernels.commands.training.records import Records
+from fastvit_kernels.commands.training.settings import make_settings
+>>>>>>> fold-commands
 
 
 def shard(path, *members):
@@ -35,12 +42,17 @@ def sample(key, label):
     return (f"{key}.png", None), (f"{key}.cls", label)
 
 
+def find(folder, data, **given):
+    given = {"data": data, "data_dir": str(folder), "img_size": 8, **given}
+    return records.find(make_settings(given, torch.device("cpu")))
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
         ([*sample("a", 0), ("b.png", None)], "b needs an image and a .cls file"),
         ([*sample("a", 0), ("b.cls", 1)], "b needs an image and a .cls file"),
-        ([*sample("a", 0), *sample("b", -1)], "classes must be 0 or more, got -1"),
+        ([*sample("a", 0), *sample("b", -1)], "class -1 is not among the 1 classes"),
         ([*sample("a", "cat")], "cannot be read as a shard: invalid literal"),
         ([("notes.txt", 0)], "holds no sample"),
     ],
@@ -48,21 +60,21 @@ def sample(key, label):
 def test_a_shard_that_is_refused(tmp_path, members, message):
     shard(tmp_path / "0.tar", *members)
     with pytest.raises(CommandError, match=message):
-        records.from_shards(tmp_path, 0.2, 0)
+        find(tmp_path, "webdataset")
 
 
 def test_classes_of_shards_are_those_of_training(tmp_path):
     members = ("b.cls", 1), *sample("a", 0), ("b.png", None)  # each kind in an order of its own
     shard(tmp_path / "train" / "0.tar", *members)
     shard(tmp_path / "val" / "0.tar", *sample("c", 1))
-    train, held_out, classes = records.from_shards(tmp_path, 0.2, 0)
+    train, held_out, classes = find(tmp_path, "webdataset")
     assert (train.labels, held_out.labels, classes) == ([0, 1], [1], ["0", "1"])
     assert [train.name(1), held_out.name(0)] == [
         f"{tmp_path}/train/0.tar: b.png", f"{tmp_path}/val/0.tar: c.png"
     ]  # fmt: skip
     shard(tmp_path / "val" / "0.tar", *sample("c", 2))
     with pytest.raises(CommandError, match="class 2 is not among the 2 classes"):
-        records.from_shards(tmp_path, 0.2, 0)
+        find(tmp_path, "webdataset")
 
 
 def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
@@ -76,11 +88,11 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
 
     class Split(SimpleNamespace):
         def __getitem__(self, column):
-            return getattr(self, column)
+            return {"image": f"{self.name} {column}"} if column in (0, 1) else self.label
 
     columns = {"image": ImageColumn(), "label": ClassLabel()}
     parts = {
-        name: Split(features=columns, label=[0, 1] * count)
+        name: Split(features=columns, label=[0, 1] * count, name=name, _fingerprint=name)
         for count, name in enumerate(("train", "test", "validation"), 2)
     }
     library = SimpleNamespace(
@@ -88,29 +100,30 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
         load_from_disk=lambda _: parts["train"],
     )  # fmt: skip
     monkeypatch.setattr(records, "require", lambda *_: library)
-    train, held_out, classes = records.from_datasets(tmp_path, 0.2, 0)
+    train, held_out, classes = find(tmp_path, "hf")
     assert classes == ["zebra", "ant"]
     assert (len(train), len(held_out)) == (4, 8)
+    assert (train.open(1), held_out.open(0)) == ("train 1", "validation 0")
+    assert (train.name(1), train.origin, held_out.origin) == ("row 1", "train", "validation")
     (tmp_path / "dataset_info.json").touch()
-    train, held_out, _ = records.from_datasets(tmp_path, 0.5, 0)
+    train, held_out, _ = find(tmp_path, "hf", held_out=0.5)
     assert (len(train), len(held_out)) == (2, 2)
     del parts["train"]
     (tmp_path / "dataset_info.json").unlink()
     with pytest.raises(CommandError, match="needs a split train, got test, validation"):
-        records.from_datasets(tmp_path, 0.2, 0)
+        find(tmp_path, "hf")
 
 
 def test_the_digest_of_each_kind_of_records(tmp_path):
     place, other = (tmp_path / "a.png", "", 0, 7), (tmp_path / "b.png", "", 0, 7)
-    whole = Files([place, other], [0, 1])
-    rows = Rows(range(2), [0, 1], SimpleNamespace(_fingerprint="a"), "image")
+    whole, first, second = Records([place, other], [0, 1]), torch.tensor([0]), torch.tensor([1])
+    rows = Records(range(2), [0, 1], str, "a")
     kinds = [
-        whole, Files([other, place], [0, 1]), Files([place, other], [0, 0]),
-        Files([(*place[:3], 8), other], [0, 1]), Files([place, (*other[:2], 9, 7)], [0, 1]),
-        Files([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part([0]), whole.part([1]),
-        rows, Rows(range(2), [0, 1], SimpleNamespace(_fingerprint="b"), "image"),
-        Rows(range(2), [1, 1], rows.split, "image"), rows.part([0]), rows.part([1]),
-        Rows([1], [0], rows.split, "image"),
+        whole, Records([other, place], [0, 1]), Records([place, other], [0, 0]),
+        Records([(*place[:3], 8), other], [0, 1]), Records([place, (*other[:2], 9, 7)], [0, 1]),
+        Records([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part(first), whole.part(second),
+        rows, Records(range(2), [0, 1], str, "b"), Records(range(2), [1, 1], str, "a"),
+        rows.part(first), rows.part(second), Records([1], [0], str, "a"),
     ]  # fmt: skip
     digests = [kind.digest() for kind in kinds]
     assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]

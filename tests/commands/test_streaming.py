@@ -7,6 +7,7 @@ import copy
 import io
 import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,8 @@ def train(*words):
 def streamed(folder, workers=0, skip=False, say=lambda _: None, **given):
     given = {"data": "folder", "data_dir": str(folder), "img_size": 8, "batch_size": 5, **given}
     settings = make_settings({"model": "vit_mnist", **given}, torch.device("cpu"))
-    found = records.SOURCES[settings.data](folder, 0.2, 0)
-    images = Streamed(*found, settings, workers, skip, say)
-    images.to(torch.device("cpu"))
-    return images
+    found = records.find(replace(settings, seed=0))  # one split, whatever the seed
+    return Streamed(found, settings, torch.device("cpu"), workers, skip, say)
 
 
 def seen(images, epoch, world=1):
@@ -119,12 +118,14 @@ def test_a_broken_image_counts_nowhere(tmp_path):
     """Nor in the loss, the accuracy and the number of either split."""
     write_images(tmp_path / "images", count=6)
     whole = streamed(tmp_path / "images")
-    dog = next(i for i in range(2) if "dog" in whole.held_out.name(i))  # and one of that number
-    for name in (whole.train.name(dog), whole.train.name(9), whole.held_out.name(dog)):
+    dog = next(
+        i for i in range(2) if "dog" in whole.held_out.records.name(i)
+    )  # and one of that number
+    for name in (*map(whole.train.records.name, (dog, 9)), whole.held_out.records.name(dog)):
         Path(name).write_bytes(b"not an image")
     given = dict(augment=False, lr=1e-12, label_smoothing=0.0, warmup_epochs=0)
     images = streamed(tmp_path / "images", skip=True, **given)
-    run = training.Run(images._train_images.settings, images, torch.device("cpu"), tmp_path)
+    run = training.Run(images, tmp_path)
     with backend("torch"), torch.no_grad():
         run.model.eval().get_parameter("head.bias")[0] += (
             10  # all are cats, so the one that is read
@@ -155,8 +156,8 @@ def test_what_is_drawn_is_the_first_that_can_be_read(tmp_path):
     images = streamed(tmp_path / "images", skip=True)
     for number in range(2):
         found, pixels = images.held_out_sample()
-        assert found == number and torch.equal(pixels[0], images._held_out_images[number, None][0])
-        Path(images.held_out.name(number)).write_bytes(b"not an image")
+        assert found == number and torch.equal(pixels[0], images.held_out[number, None][0])
+        Path(images.held_out.records.name(number)).write_bytes(b"not an image")
     with pytest.raises(CommandError, match="none of the held-out images can be read"):
         images.held_out_sample()
 
@@ -210,7 +211,7 @@ def test_who_reads_bytes(tmp_path):
     write_images(tmp_path / "images", count=6)
     for given, wanted in (({}, True), ({"mixup": 0.4}, False), ({"compare": True}, False)):
         images = streamed(tmp_path / "images", img_size=12, **given)
-        run = training.Run(images.settings, images, torch.device("cpu"), tmp_path)
+        run = training.Run(images, tmp_path)
         assert images.as_bytes == wanted
         embed, found = run.model.patch_embed, images.normalization
         assert (embed.mean, embed.std) == (found.mean, found.std)
@@ -222,7 +223,7 @@ def test_the_share_of_time_spent_waiting_for_data(tmp_path, monkeypatch):
     """By a clock that stands still but while a batch comes (3 s) and in the forward (1 s)."""
     write_images(tmp_path / "images", count=6)
     images, clock = streamed(tmp_path / "images", img_size=12), [0.0]
-    run = training.Run(images.settings, images, torch.device("cpu"), tmp_path)
+    run = training.Run(images, tmp_path)
     monkeypatch.setattr(training.time, "perf_counter", lambda: clock[0])
 
     def after(seconds, value=None):
@@ -241,7 +242,7 @@ def test_mixup_is_by_beta_of_alpha(tmp_path):
     """A large ALPHA mixes halves."""
     write_images(tmp_path / "images", count=6)
     images = streamed(tmp_path / "images", img_size=12, mixup=1000.0)
-    mix = training.Run(images.settings, images, torch.device("cpu"), tmp_path)._mixup()
+    mix = training.Run(images, tmp_path)._mixup()
     assert mix is not None
     for _ in range(10):
         x, y = mix(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1), torch.tensor([0, 1]))
@@ -255,13 +256,15 @@ def test_mixup_is_by_beta_of_alpha(tmp_path):
 def test_the_number_of_workers(tmp_path, monkeypatch, cores, given, workers):
     write_images(tmp_path / "images", count=3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setattr(streaming, "Streamed", lambda *words: words[4:6])
+    monkeypatch.setattr(streaming, "Streamed", lambda *words: words[3:5])
     settings = make_settings(
         {"data": "folder", "data_dir": str(tmp_path / "images")}, torch.device("cpu")
     )
     for on_error in ("skip", "stop"):
         words = argparse.Namespace(workers=given, on_error=on_error)
-        found = streaming.open_images(settings, words, make_console(quiet=True))
+        found = streaming.open_images(
+            settings, words, torch.device("cpu"), make_console(quiet=True)
+        )
         assert found == (workers, on_error == "skip")
 
 
@@ -354,10 +357,10 @@ def test_shards(tmp_path, capsys):
     assert train(*words) == 0, capsys.readouterr().err
     write_shards(tmp_path / "split" / "train", shards=1)
     with pytest.raises(CommandError, match=r"train: 1 shards, val: 0 shards"):
-        records.from_shards(tmp_path / "split", 0.2, 0)
+        records.from_shards(tmp_path / "split")
     (tmp_path / "all" / "001.tar").write_bytes(b"half")
     with pytest.raises(CommandError, match=r"001.tar cannot be read as a shard"):
-        records.from_shards(tmp_path / "all", 0.2, 0)
+        records.from_shards(tmp_path / "all")
 
 
 def test_a_broken_image_of_a_shard_is_named_once(tmp_path):
@@ -396,7 +399,7 @@ def test_datasets(tmp_path):
         (["--no-augment", "--crop-scale", "0.5", *FOLDER], "--no-augment leaves no place for"),
         (["--no-augment", "--randaugment", "9", *FOLDER], "--no-augment leaves no place for"),
         (["--crop-scale", "0.5", "--in-memory", *FOLDER], "--crop-scale is for streamed images"),
-        (["--in-memory", "--data", "hf", "--data-dir", "images"], "--data hf is streamed"),
+        (["--in-memory", "--data", "hf", "--data-dir", "images"], "--data hf is streamed alone"),
     ],
 )
 def test_mistakes(tmp_path, capsys, words, message):

@@ -22,8 +22,10 @@ from fastvit_kernels.commands.training import (
     data,
     figures,
     processes,
+    records,
     report,
     run as training,
+    streaming,
 )
 from fastvit_kernels.commands.training.data import AUGMENTATIONS, Augmentation
 from fastvit_kernels.commands.training.processes import Processes
@@ -51,6 +53,19 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def fewer(*counts):
+    """`find`, of the digits so many of each part."""
+
+    def found(settings):
+        *parts, classes = records.find(settings)
+        if settings.data != "digits":
+            return *parts, classes
+        shares = zip(parts, counts, strict=True)
+        return *(part.part(torch.arange(count)) for part, count in shares), classes
+
+    return found
+
+
 @pytest.fixture(autouse=True)
 def _a_smaller_run(request, monkeypatch):
     """A few images, two layers and empty pictures, except for tests that ask for more."""
@@ -58,17 +73,7 @@ def _a_smaller_run(request, monkeypatch):
         return
     if "pictures" not in request.fixturenames:  # they take longer than the training
         monkeypatch.setattr(figures, "_save", lambda figure, path, dpi=0: path.touch())
-    load_digits = data.load_digits
-
-    def few(*arguments):
-        full = load_digits(*arguments)
-        train, held_out = (
-            data.Split(split.images[:count], split.labels[:count])
-            for split, count in ((full.train, 200), (full.held_out, 40))
-        )
-        return data.Dataset(train, held_out, full.classes)
-
-    monkeypatch.setattr(data, "load_digits", few)
+    monkeypatch.setattr(streaming, "find", fewer(200, 40))
     monkeypatch.setitem(DIGITS_VIT, "depth", 2)
 
 
@@ -391,8 +396,8 @@ def test_resume_of_a_checkpoint_of_another_model(tmp_path, capsys, monkeypatch):
 
 def _small_run(folder, **given):
     settings = make_settings({"epochs": 4, "warmup_epochs": 1, **given}, torch.device("cpu"))
-    source = data.InMemory(data.load_digits(8, 0.2, 0), settings)
-    return training.Run(settings, source, torch.device("cpu"), folder)
+    with_seed_0 = streaming.find(make_settings({}, torch.device("cpu")))
+    return training.Run(data.InMemory(with_seed_0, settings, torch.device("cpu")), folder)
 
 
 def test_patch_attention_reads_the_class_token_or_the_mean():
@@ -407,7 +412,10 @@ def test_patch_attention_reads_the_class_token_or_the_mean():
 
 def test_pixels_that_fill_no_patch_are_not_drawn():
     model = create_vit("vit_mnist", img_size=(9, 7))
-    assert figures.seen_pixels(model, torch.zeros(1, 9, 7)).shape == (1, 8, 6)
+    image = torch.zeros(1, 9, 7, dtype=torch.uint8)
+    normalization = data.Normalization((0.5,), (0.5,))
+    pixels, layers, _ = figures.sample_attention(model, image, normalization)
+    assert pixels.shape == (1, 8, 6) and layers[0].shape == (2, 4, 3)
 
 
 def test_learning_rate_warms_up_and_falls_to_zero():
@@ -456,12 +464,12 @@ def _plain_training(run, epochs):
         [{"params": decayed, "weight_decay": s.weight_decay}, {"params": others, "weight_decay": 0}]
     )
     average = copy.deepcopy(model) if s.ema else model
-    steps = math.ceil(len(split) / s.batch_size)
+    steps = math.ceil(len(split.labels) / s.batch_size)
     warmup, total, step, rows = s.warmup_epochs * steps, s.epochs * steps, 0, []
     for epoch in range(1, epochs + 1):
         model.train()
         generator = torch.Generator().manual_seed(s.seed * 1_000_003 + epoch)
-        order = torch.randperm(len(split), generator=generator)
+        order = torch.randperm(len(split.labels), generator=generator)
         loss_sum, right = 0.0, 0
         for index in order.split(s.batch_size):
             x = (split.images[index].float() / 255 - mean) / std
@@ -492,9 +500,9 @@ def _plain_training(run, epochs):
             logits = average((held.images.float() / 255 - mean) / std).log_softmax(1)
         rows.append(
             {
-                "lr": rate, "train_loss": loss_sum / len(split),
-                "train_accuracy": float(right) / len(split),
-                "held_out_loss": -logits[torch.arange(len(held)), held.labels].mean().item(),
+                "lr": rate, "train_loss": loss_sum / len(split.labels),
+                "train_accuracy": float(right) / len(split.labels),
+                "held_out_loss": -logits[torch.arange(len(held.labels)), held.labels].mean().item(),
                 "held_out_accuracy": (logits.argmax(1) == held.labels).float().mean().item(),
             }
         )  # fmt: skip
@@ -706,9 +714,8 @@ def test_the_average_of_a_swapped_model_reads_its_own_weights(tmp_path):
 def test_the_seed_draws_weights_split_and_order(tmp_path, all_digits):
     def drawn(seed):
         settings = make_settings({"seed": seed}, torch.device("cpu"))
-        images = data.load(settings)
-        own = data.InMemory(images, settings)
-        run = training.Run(settings, own, torch.device("cpu"), tmp_path)
+        images = data.InMemory(records.find(settings), settings, torch.device("cpu"))
+        run = training.Run(images, tmp_path)
         source = _small_run(tmp_path, seed=seed).source  # of one split, whatever the seed
         _, labels, _ = next(source.batches(1, run.processes))
         weight = run.model.get_parameter("blocks.0.mlp.fc1.weight")
@@ -745,12 +752,6 @@ def test_a_warm_up_longer_than_the_run():
     settings = make_settings({"epochs": 2, "warmup_epochs": 9, "lr": 1.0}, torch.device("cpu"))
     rates = [training.learning_rate(step, 2, settings) for step in range(4)]
     assert rates == [0.25, 0.5, 0.75, 1.0]
-
-
-def test_rows_of_the_confusion_matrix_are_true_classes():
-    labels, predicted = torch.tensor([0, 0, 2]), torch.tensor([1, 0, 1])
-    wanted = [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
-    assert report.confusion_matrix(labels, predicted, 3).tolist() == wanted
 
 
 def test_weights_of_shares_sum_to_the_batch(tmp_path):
@@ -821,23 +822,13 @@ def test_plain_vit_is_the_model(options):
 
 def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
     """Two steps of each backend from the same weights; --backend auto is PyTorch on a CPU."""
-    few = data.load_digits
-
-    def fewer(*arguments):
-        full = few(*arguments)
-        train, held_out = (
-            data.Split(split.images[:count], split.labels[:count])
-            for split, count in ((full.train, 4), (full.held_out, 1))
-        )
-        return data.Dataset(train, held_out, full.classes)
-
     seen, train_epoch = [], training.Run.train_epoch
 
     def record(*arguments):
         seen.append(get_backend())
         return train_epoch(*arguments)
 
-    monkeypatch.setattr(data, "load_digits", fewer)
+    monkeypatch.setattr(streaming, "find", fewer(4, 1))
     for name, value in dict(embed_dim=16, depth=1, num_heads=2, patch_size=4).items():
         monkeypatch.setitem(DIGITS_VIT, name, value)
     monkeypatch.setattr(training.Run, "train_epoch", record)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,7 @@ def test_more_processes_than_gpus(monkeypatch, device, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(CommandError, match=message):
-        processes.join(device, fsdp=False)
+        processes.join(Namespace(device=device, fsdp=False))
 
 
 def test_only_a_peer_that_is_gone_is_said_to_be_gone():
@@ -234,7 +235,7 @@ def test_each_process_takes_the_gpu_of_its_rank(monkeypatch, seen, given, device
     )
     monkeypatch.setattr(processes.dist, "get_rank", lambda: 5)
     monkeypatch.setattr(processes.dist, "get_world_size", lambda: 8)
-    found = processes.join(given, fsdp=False)
+    found = processes.join(Namespace(device=given, fsdp=False))
     assert found == (processes.Processes(5, 8, True), torch.device(device))
     assert started == [(backend,)] and chosen == [torch.device(device)] * (device != "cpu")
 

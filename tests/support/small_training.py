@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 
 from fastvit_kernels.commands import train
-from fastvit_kernels.commands.training import data
-from fastvit_kernels.commands.training.settings import DIGITS_VIT
+from fastvit_kernels.commands.training import records, streaming
+from fastvit_kernels.commands.training.settings import DIGITS_VIT, make_settings
 
 
 def shrink(images: int, held_out: int) -> None:
     """Let `train` in this process and its forks see so many of the digits, on one thread."""
     torch.set_num_threads(1)
     DIGITS_VIT["depth"] = 2
-    full = data.load_digits(8, 0.2, 0)
-    few = data.Dataset(
-        data.Split(full.train.images[:images], full.train.labels[:images]),
-        data.Split(full.held_out.images[:held_out], full.held_out.labels[:held_out]),
-        full.classes,
-    )
-    data.load_digits = lambda *_: few
+    first, rest, classes = records.find(make_settings({}, torch.device("cpu")))
+    few = first.part(torch.arange(images)), rest.part(torch.arange(held_out)), classes
+    streaming.find = lambda _: few
     train.write_report = lambda *_: None  # the pictures take longer than the training

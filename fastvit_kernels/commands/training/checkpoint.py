@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,9 @@ def open_run(
             raise CommandError("--resume needs --out, the folder of the run")
         return out, _resumed_settings(out, given)
     settings = make_settings(given, device)
-    name = settings.data
-    folder, number = out or Path("runs") / name, 1
-    while out is None and folder.exists():
-        number += 1
-        folder = Path("runs") / f"{name}-{number}"
+    first = Path("runs", settings.data)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    folder = out or next(f for f in chain([first], numbered) if not f.exists())
     if taken := [n for n in WRITTEN if (folder / n).exists()]:
         raise CommandError(
             f"{folder} holds a run already ({taken[0]}); go on with it with --resume --out "

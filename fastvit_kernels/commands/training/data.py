@@ -1,22 +1,19 @@
-"""Images for `train` in memory: scikit-learn's digits, idx files, class folders.
+"""Images as numbers: read, normalized, augmented; the batches of a run, from memory or streamed.
 
-Every image is read, decoded and resized before training starts, so that a damaged file stops the
-command at once, with its name, and not in the third epoch. Pixels stay uint8 until a batch is made.
+Pixels stay uint8 until a batch is on the device. In memory every image is read, cropped and resized
+before training starts, so that a damaged file stops the command at once, with its name, and not in
+the third epoch.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import math
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,30 +22,8 @@ from torch import Tensor
 from ...ops.patch_embed.functions import normalised_pixels
 from ..console import CommandError, refusing, require
 from .processes import Processes
-from .records import Records, from_folder, stratified_split
+from .records import Found, Records
 from .settings import Settings
-
-
-@dataclass
-class Split:
-    images: Tensor  # (N, channels, height, width) uint8
-    labels: Tensor  # (N,) int64
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: Tensor | slice) -> Split:
-        return Split(self.images[index], self.labels[index])
-
-    def to(self, device: torch.device) -> Split:
-        return Split(self.images.to(device), self.labels.to(device))
-
-
-@dataclass
-class Dataset:
-    train: Split
-    held_out: Split
-    classes: list[str]
 
 
 @dataclass(frozen=True)
@@ -115,78 +90,6 @@ AUGMENTATIONS = {
 }
 
 
-def resize(images: Tensor, img_size: int) -> Tensor:
-    """uint8 (N, h, w) -> (N, 1, img_size, img_size), by `fit`."""
-    if images.shape[-2:] == (img_size, img_size):
-        return images[:, None]
-    _check_memory(len(images), img_size**2)
-    opened = map(require("PIL.Image", "pillow").fromarray, images.numpy())
-    return torch.stack([fit(image, img_size) for image in opened])
-
-
-def load_digits(img_size: int, held_out: float, seed: int) -> Dataset:
-    """scikit-learn's 1797 scans of handwritten digits, 8 x 8 x 1; they come with the package."""
-    digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
-    # The scans have 17 levels, 0 to 16.
-    images = torch.from_numpy(digits.images).mul(255 / 16).round().to(torch.uint8)
-    everything = Split(resize(images, img_size), torch.from_numpy(digits.target).long())
-    train, rest = stratified_split(everything.labels, held_out, seed)
-    return Dataset(everything[train], everything[rest], [str(c) for c in range(10)])
-
-
-def read_idx(path: Path) -> Tensor:
-    """A file of the idx format (MNIST's), plain or .gz, as a uint8 tensor.
-
-    Layout: two zero bytes, the element type, the number of axes, each axis as a big-endian uint32,
-    then the elements, last axis fastest.
-    """
-    numpy = require("numpy", "numpy")
-    broken = (OSError, EOFError, IndexError, ValueError, zlib.error)
-    with refusing(f"{path} cannot be read as an idx file of bytes", *broken):
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        if content[:3] != b"\0\0\x08":
-            raise ValueError(f"it begins with {content[:3].hex(' ')}, wanted 00 00 08")
-        axes = content[3]
-        shape = numpy.frombuffer(content, ">u4", axes, 4).tolist()
-        elements = numpy.frombuffer(content, numpy.uint8, offset=4 + 4 * axes)
-        return torch.from_numpy(elements.reshape(shape).copy())
-
-
-def _idx_file(folder: Path, name: str) -> Path:
-    """`name` in folder or in its MNIST/raw (torchvision's layout), either spelling, maybe .gz."""
-    spellings = (name, name.replace("-idx", ".idx"))
-    for place, spelling, suffix in product(("", "MNIST/raw", "raw"), spellings, ("", ".gz")):
-        path = folder / place / (spelling + suffix)
-        if path.is_file():
-            return path
-    raise CommandError(f"{folder} has no file {name} or {name}.gz")
-
-
-def _idx_split(folder: Path, prefix: str, img_size: int) -> Split:
-    image_path = _idx_file(folder, f"{prefix}-images-idx3-ubyte")
-    label_path = _idx_file(folder, f"{prefix}-labels-idx1-ubyte")
-    images, labels = read_idx(image_path), read_idx(label_path).long()
-    if images.ndim != 3 or images.numel() == 0:
-        raise CommandError(f"{image_path}: wanted (N, height, width), got {tuple(images.shape)}")
-    if labels.shape != images.shape[:1]:
-        raise CommandError(
-            f"{label_path}: wanted ({len(images)},) labels, got {tuple(labels.shape)}"
-        )
-    return Split(resize(images, img_size), labels)
-
-
-def load_idx(folder: Path, img_size: int) -> Dataset:
-    """MNIST's four idx files; the t10k files are the held-out split."""
-    train, held_out = (_idx_split(folder, prefix, img_size) for prefix in ("train", "t10k"))
-    num_classes = int(train.labels.max()) + 1
-    if int(held_out.labels.max()) >= num_classes:
-        raise CommandError(
-            f"{folder}: the t10k labels reach {int(held_out.labels.max())}, "
-            f"the training labels only {num_classes - 1}"
-        )
-    return Dataset(train, held_out, [str(c) for c in range(num_classes)])
-
-
 def upright(opened: Any, in_chans: int) -> Any:
     """A pillow image as its EXIF turns it, grey or RGB.
 
@@ -231,87 +134,90 @@ def _check_memory(count: int, bytes_each: int) -> None:
         )
 
 
-def load_folder(folder: Path, img_size: int, in_chans: int, held_out: float, seed: int) -> Dataset:
-    """The class folders of `records.from_folder`."""
-    train, rest, classes = from_folder(folder, held_out, seed)
-    places = [(records, i) for records in (train, rest) for i in range(len(records))]
-    _check_memory(len(places), in_chans * img_size**2)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
-        images = list(pool.map(lambda p: read_image(p[0], p[1], img_size, in_chans), places))
-    everything = Split(torch.stack(images), torch.tensor(train.labels + rest.labels))
-    return Dataset(everything[: len(train)], everything[len(train) :], classes)
+class Split(NamedTuple):
+    images: Tensor  # (N, channels, height, width) uint8
+    labels: Tensor  # (N,) int64
 
 
-def load(settings: Settings) -> Dataset:
-    """The images of a run in memory."""
-    if settings.data == "digits":
-        return load_digits(settings.img_size, settings.held_out, settings.seed)
-    folder = data_folder(settings)
-    if settings.data == "mnist":
-        return load_idx(folder, settings.img_size)
-    return load_folder(
-        folder, settings.img_size, settings.in_chans, settings.held_out, settings.seed
-    )
+class Batches:
+    """The images of a run, batch by batch. Every process takes every step: where it has no row of a
+    batch, or none that can be read, it gets black pixels, and no number."""
 
+    normalization: Normalization
+    sample: Tensor  # (2, channels, height, width) uint8, of the training images
+    held_out_batch = 1024
 
-def data_folder(settings: Settings) -> Path:
-    folder = Path(settings.data_dir or "")
-    if not folder.is_dir():
-        raise CommandError(f"--data-dir {folder} is not a folder")
-    return folder
-
-
-class InMemory:
-    """The images of a run, batch by batch: all of them on the device as bytes."""
-
-    def __init__(self, dataset: Dataset, settings: Settings):
-        self.classes, self.settings = dataset.classes, settings
-        self.normalization = Normalization.of(dataset.train.images)
-        self.train, self.held_out = dataset.train, dataset.held_out
-        self.train_count, self.held_out_count = len(self.train), len(self.held_out)
+    def __init__(self, found: Found, settings: Settings, device: torch.device):
+        train, held_out, self.classes = found
+        self.settings, self.device = settings, device
+        self.train_count, self.held_out_count = len(train), len(held_out)
+        self.held_out_labels = torch.tensor(held_out.labels, device=device)
         self.broken: set[str] = set()
-
-    def to(self, device: torch.device) -> None:
-        self.train, self.held_out = self.train.to(device), self.held_out.to(device)
-        self.held_out_labels = self.held_out.labels
 
     def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
         """This process's rows of shuffled, augmented batches, and the weight of their mean loss in
         that of the batch: the rows' share times the number of processes, over which DDP and FSDP2
-        average. The batches are a function of (seed, epoch) alone."""
+        average. The batches are a function of (seed, epoch) alone; a batch is the poorer by what
+        could not be read."""
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + epoch)
-        order = torch.randperm(self.train_count, generator=generator).to(self.train.labels.device)
-        augmentation = AUGMENTATIONS[self.settings.data]
-        for index in order.split(self.settings.batch_size):
-            mine = processes.share(len(index))
-            weight = (mine.stop - mine.start) * processes.world / len(index)
-            if not weight:  # every process takes every step
-                mine = slice(0, 1)
-            draw = augmentation.draw(len(index), generator) if self.settings.augment else None
-            index = index[mine]
-            images = self.normalization(self.train.images[index])
-            if draw is not None:
-                images = augmentation.apply(images, draw[:, mine])
-            yield images, self.train.labels[index], weight
+        order = torch.randperm(self.train_count, generator=generator)
+        batches = order.split(self.settings.batch_size)
+        shown = self._shown(batches, processes, generator)
+        for batch, (images, labels, _) in zip(batches, shown, strict=True):
+            weight = len(labels) * processes.world / len(batch)
+            yield images, labels if weight else labels.new_zeros(1), weight
 
     def held_out_batches(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers and pixels of this process's held-out images; where it has none of a batch, no
-        number and one image, because every process takes every step."""
-        numbers = torch.arange(self.held_out_count, device=self.held_out.labels.device)
-        for index in numbers.split(1024):
-            mine = index[processes.share(len(index))]
-            shown = mine if len(mine) else index[:1]
-            yield mine, self.normalization(self.held_out.images[shown])
+        """Numbers and images of this process's held-out images."""
+        batches = torch.arange(self.held_out_count).split(self.held_out_batch)
+        for images, _, numbers in self._shown(batches, processes, None):
+            yield numbers, images
 
-    def training_sample(self, count: int) -> Tensor:
-        return self.train.images[:count]
+    def _shown(
+        self, batches: Sequence[Tensor], processes: Processes, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This process's images, labels and numbers of batches of numbers: of training images,
+        augmented by a generator, or without one of held-out images."""
+        raise NotImplementedError
+
+
+class InMemory(Batches):
+    """All images on the device as bytes."""
+
+    def __init__(self, found: Found, settings: Settings, device: torch.device):
+        super().__init__(found, settings, device)
+        train, held_out, _ = found
+        size, in_chans = settings.img_size, settings.in_chans
+        places = [(records, i) for records in (train, held_out) for i in range(len(records))]
+        _check_memory(len(places), in_chans * size**2)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # pillow decodes outside the GIL
+            read = list(pool.map(lambda p: read_image(p[0], p[1], size, in_chans), places))
+        images, rest = torch.stack(read).split([len(train), len(held_out)])
+        self.normalization, self.sample = Normalization.of(images), images[:2].to(device)
+        self.train = Split(images.to(device), torch.tensor(train.labels, device=device))
+        self.held_out = Split(rest.to(device), self.held_out_labels)
+
+    def _shown(
+        self, batches: Sequence[Tensor], processes: Processes, generator: torch.Generator | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        split = self.held_out if generator is None else self.train
+        augmentation = AUGMENTATIONS[self.settings.data]
+        for batch in batches:
+            mine, draw = processes.share(len(batch)), None
+            if generator is not None and self.settings.augment:
+                draw = augmentation.draw(len(batch), generator)
+            numbers = batch[mine].to(self.device)
+            pixels = split.images[numbers] if len(numbers) else torch.zeros_like(self.sample[:1])
+            images = self.normalization(pixels)
+            if draw is not None and len(numbers):
+                images = augmentation.apply(images, draw[:, mine])
+            yield images, split.labels[numbers], numbers
 
     def held_out_sample(self) -> tuple[int, Tensor]:
         return 0, self.held_out.images[:1]
 
     def digest(self) -> str:
         digest = hashlib.sha256(repr(self.classes).encode())
-        for split in (self.train, self.held_out):
-            digest.update(split.images.cpu().contiguous().numpy().tobytes())
-            digest.update(split.labels.cpu().numpy().tobytes())
+        for tensor in (*self.train, *self.held_out):
+            digest.update(tensor.cpu().numpy().tobytes())
         return digest.hexdigest()

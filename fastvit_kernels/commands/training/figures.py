@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from torch import Tensor
 from ...models.attention_maps import attention_maps
 from ...models.vit import VisionTransformer
 from ...runtime.files import write_atomically
-from ..console import CommandError, require
-
-OURS, REFERENCE = "tab:blue", "tab:orange"
+from ..console import CommandError, refusing, require
 
 
 def _figure(width: float, height: float) -> Any:
@@ -33,29 +31,23 @@ def draw_curves(
     """Loss and accuracy by epoch, the reference's beside ours where it was trained."""
     figure = _figure(10, 4)
     figure.suptitle(title)
-    loss, accuracy = figure.subplots(1, 2)
+    runs = [("", "our model", "tab:blue", "-")]
+    if "reference_train_loss" in history[0]:  # dashed: where both agree, both still show
+        runs.append(("reference_", "plain PyTorch", "tab:orange", "--"))
     epochs = [row["epoch"] for row in history]
     marker = "o" if len(epochs) < 5 else None
-    runs = [("", "our model", OURS)]
-    if "reference_train_loss" in history[0]:
-        runs.append(("reference_", "plain PyTorch", REFERENCE))
-    for prefix, name, color in runs:
-        # The reference is dashed: where both agree, both still show.
-        for split, width in (("train", 1.0), ("held_out", 2.0)):
-            label = f"{name}, {split.replace('_', '-')}"
-            style = dict(
-                color=color, lw=width, marker=marker, label=label,
-                ls="--" if prefix else "-", alpha=0.55 if split == "train" else 1.0,
-            )  # fmt: skip
-            loss.plot(epochs, [row[f"{prefix}{split}_loss"] for row in history], **style)
-            percent = [100 * row[f"{prefix}{split}_accuracy"] for row in history]
-            accuracy.plot(epochs, percent, **style)
-    loss.set(xlabel="epoch", ylabel="cross-entropy (nats)", title=loss_title)
-    accuracy.set(xlabel="epoch", ylabel="accuracy (%)", title="Accuracy", ylim=(None, 101))
-    for axes in (loss, accuracy):
+    panels = (("loss", 1, "cross-entropy (nats)"), ("accuracy", 100, "accuracy (%)"))
+    for axes, (what, scale, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for prefix, name, color, dashes in runs:
+            for split, width, alpha in (("train", 1.0, 0.55), ("held_out", 2.0, 1.0)):
+                values = [scale * row[f"{prefix}{split}_{what}"] for row in history]
+                style = dict(color=color, lw=width, ls=dashes, alpha=alpha, marker=marker)
+                axes.plot(epochs, values, label=f"{name}, {split.replace('_', '-')}", **style)
+        axes.set(xlabel="epoch", ylabel=label, title=loss_title if what == "loss" else "Accuracy")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8)
+    figure.axes[1].set_ylim(None, 101)
     _save(figure, path)
 
 
@@ -87,15 +79,6 @@ def patch_attention(maps: Tensor, num_prefix: int, from_cls: bool, grid: Sequenc
     before the patches are not shown as keys."""
     rows = maps[:, 0] if from_cls else maps[:, num_prefix:].mean(1)
     return rows[:, num_prefix:].unflatten(-1, tuple(grid))
-
-
-def seen_pixels(model: Any, image: Tensor) -> Tensor:
-    """image (channels, height, width) without the remainder that fills no patch."""
-    if not isinstance(model, VisionTransformer):
-        return image
-    patches = zip(model.patch_embed.grid_size, model.patch_embed.patch_size, strict=True)
-    height, width = (count * size for count, size in patches)
-    return image[:, :height, :width]
 
 
 def draw_attention(
@@ -136,17 +119,20 @@ def draw_attention(
     _save(figure, path)
 
 
-def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
-    """(H, rows, columns) of every layer over one square image (1, in_chans, height, width), on the
-    CPU, and whether they are the class token's. Another library's patches make up a square, and
-    what comes before them begins with the class token."""
-    try:
-        maps = attention_maps(model, pixels)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+def sample_attention(
+    model: Any, image: Tensor, normalization: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, list[Tensor], bool]:
+    """What `draw_attention` shows of one square image, (channels, height, width) uint8: its pixels
+    without the remainder that fills no patch, every layer's (H, rows, columns), and whether they
+    are the class token's. Another library's patches make up a square, and what comes before them
+    begins with the class token."""
+    with refusing("attention maps", ValueError):
+        maps = attention_maps(model, normalization(image[None]))
     tokens = maps[0].shape[-1]
     if isinstance(model, VisionTransformer):
         grid, from_cls = model.patch_embed.grid_size, model.cls_token is not None
+        height, width = (n * p for n, p in zip(grid, model.patch_embed.patch_size, strict=True))
+        image = image[:, :height, :width]
     else:
         grid, from_cls = (math.isqrt(tokens),) * 2, math.isqrt(tokens) ** 2 < tokens
     if any(m.shape[0] != 1 or m.shape[-1] != tokens for m in maps):
@@ -154,4 +140,5 @@ def sample_attention(model: Any, pixels: Tensor) -> tuple[list[Tensor], bool]:
             f"{type(model).__name__}: only layers that attend over the whole image are drawn"
         )
     prefix = tokens - math.prod(grid)
-    return [patch_attention(m[0].cpu(), prefix, from_cls, grid) for m in maps], from_cls
+    layers = [patch_attention(m[0].cpu(), prefix, from_cls, grid) for m in maps]
+    return image.cpu(), layers, from_cls

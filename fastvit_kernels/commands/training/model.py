@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ...models.vit import VisionTransformer
 from ...runtime.compat import define_torchvision_operators
@@ -24,7 +25,8 @@ from ..console import CommandError, refusing, require
 from ..models import fused_model, snapshot, source_folder
 from .settings import DIGITS_VIT, Settings
 
-NARROW = 192  # embed_dim below this takes _init_narrow
+# Below this embed_dim timm's 0.02, which suits C = 768, starves the branches and the positions.
+NARROW = 192
 # A classifier is trained anew; everything else must fit.
 HEAD = re.compile(r"(^|\.)(head|heads|classifier|cls_classifier|distillation_classifier)\.")
 # The Linears that make queries, keys and values, by the last part of their names.
@@ -50,23 +52,17 @@ def model_of(
         with refusing("the small ViT for digits", ValueError):
             model = VisionTransformer(**{**DIGITS_VIT, **options})
     if isinstance(model, VisionTransformer) and model.embed_dim < NARROW:
-        _init_narrow(model)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+        if model.pos_embed is not None:
+            nn.init.trunc_normal_(model.pos_embed, std=0.3)
     if settings.weights is not None and say is not None:
         say(load_into(model, settings.weights))
     if settings.lora:
         add_lora(model, settings.lora)
     freeze(model, settings.freeze)
     return model
-
-
-def _init_narrow(model: VisionTransformer) -> None:
-    """Larger random weights than timm's 0.02, which suits C = 768: at C = 64 it starves the
-    branches and the positions for many epochs."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    if model.pos_embed is not None:
-        nn.init.trunc_normal_(model.pos_embed, std=0.3)
 
 
 def host_of(model: nn.Module) -> nn.Module:
@@ -94,8 +90,7 @@ def tensors_in(content: Any, source: str) -> dict[str, Tensor]:
         raise CommandError(f"--weights {source} holds no tensors by name")
     found = {k: v for k, v in content.items() if isinstance(v, Tensor)}
     for prefix in ("module.", "_orig_mod."):
-        if found and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
+        consume_prefix_in_state_dict_if_present(found, prefix)
     return found
 
 
@@ -115,15 +110,11 @@ def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
         return tensors_in(read_file(file), source)
     library = require("transformers", "transformers", "transformers")
     own: Any = model
-    try:
-        loaded = library.AutoModelForImageClassification.from_pretrained(
+    with refusing(f"--weights {source} cannot be read", Exception):  # of its readers and checks
+        return library.AutoModelForImageClassification.from_pretrained(
             source_folder(source), num_labels=own.config.num_labels, local_files_only=True,
             ignore_mismatched_sizes=True,
-        )  # fmt: skip
-    except Exception as error:  # of its readers and checks
-        first = str(error).strip().split("\n")[0]
-        raise CommandError(f"--weights {source} cannot be read: {first}") from error
-    return loaded.state_dict()
+        ).state_dict()  # fmt: skip
 
 
 def load_into(model: nn.Module, source: str) -> str:
@@ -134,11 +125,9 @@ def load_into(model: nn.Module, source: str) -> str:
     model's own names, for a host's; timm:NAME or hf:NAME, from the cache of huggingface_hub; after
     hf: also a folder.
     """
-    remote = source.startswith(("timm:", "hf:"))
     with refusing(f"--weights {source} does not fit the model", *UNFIT):
-        found = (
-            _pretrained(source, model) if remote else tensors_in(read_file(Path(source)), source)
-        )
+        named = source.startswith(("timm:", "hf:"))
+        found = _pretrained(source, model) if named else tensors_in(read_file(Path(source)), source)
         if isinstance(model, VisionTransformer):
             # Without a classifier of another number of classes, whatever its family calls it.
             count: Any = getattr(model.head, "out_features", 0)
@@ -148,9 +137,9 @@ def load_into(model: nn.Module, source: str) -> str:
         else:
             loaded, missing = _load_host(model, found)
     if absent := [n for n in missing if not HEAD.search(n)]:
+        more = ", ..." if len(absent) > 3 else ""
         raise CommandError(
-            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}"
-            + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+            f"--weights {source} does not fit the model: it lacks {', '.join(absent[:3])}{more}"
         )
     new = sorted({n.rpartition(".")[0] for n in missing})
     return f"Weights: {len(loaded)} tensors of {source}" + (f"; new: {', '.join(new)}" * bool(new))
@@ -167,12 +156,10 @@ def _load_host(model: nn.Module, found: dict[str, Tensor]) -> tuple[list[str], l
     found = change(found, model) if change else found
     own = model.state_dict()
     other = [n for n in found if n in own and found[n].shape != own[n].shape]
-    wrong = [
-        f"{n} is {tuple(found[n].shape)} there and {tuple(own[n].shape)} here"
-        for n in other if not HEAD.search(n)
-    ]  # fmt: skip
-    if wrong:
-        raise ValueError("; ".join(wrong[:3]))
+    for n in other:
+        if not HEAD.search(n):
+            there, here = tuple(found[n].shape), tuple(own[n].shape)
+            raise ValueError(f"{n} is {there} there and {here} here")
     fitting = {n: v for n, v in found.items() if n in own and n not in other}
     missing = [n for n in own if n not in fitting]
     if all(HEAD.search(n) for n in missing):
@@ -184,15 +171,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Take gradients from the parameters that a pattern names; "backbone" is all but the head."""
     named = dict(model.named_parameters())
     for pattern in patterns:
-        chosen = [
-            n for n in named
-            if (not HEAD.search(n) if pattern == "backbone" else fnmatch.fnmatch(n, pattern))
-        ]  # fmt: skip
+        backbone = [name for name in named if not HEAD.search(name)]
+        chosen = backbone if pattern == "backbone" else fnmatch.filter(named, pattern)
         if not chosen:
-            raise CommandError(
-                f"--freeze {pattern} names no parameter; there are "
-                f"{', '.join(list(named)[:4])}, ..."
-            )
+            some = ", ".join(list(named)[:4])
+            raise CommandError(f"--freeze {pattern} names no parameter; there are {some}, ...")
         for name in chosen:
             named[name].requires_grad_(False)
     if patterns and not any(p.requires_grad for p in named.values()):

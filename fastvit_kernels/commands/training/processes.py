@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ...models.vit import VisionTransformer
 from ..console import CommandError
+from ..options import chosen_device
 
 T = TypeVar("T")
 LAUNCH = "torchrun --nproc-per-node N -m fastvit_kernels train"
@@ -53,13 +55,13 @@ class Processes:
         or OSError, the others end in silence with status 2."""
         if self.world == 1:
             return action()
-        box: list[Any] = [None, None]
+        box: list[Any] = [False, None]
         error = None
         if self.first:
             try:
                 box = [True, action()]
             except (CommandError, OSError) as refused:
-                box, error = [False, None], refused
+                error = refused
         dist.broadcast_object_list(box)
         if error is not None:
             raise error
@@ -68,13 +70,13 @@ class Processes:
         return box[1]
 
 
-def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]:
-    """This process among those of torchrun, and its device, of the kind that is given; without
-    torchrun (one process, None)."""
+def join(arguments: argparse.Namespace) -> tuple[Processes, torch.device]:
+    """This process among those of torchrun, or alone, and its device, of the kind that is given."""
+    given = arguments.device
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        if fsdp:
+        if arguments.fsdp:
             raise CommandError(f"--fsdp shards over processes; start them with {LAUNCH} --fsdp")
-        return Processes(), None
+        return Processes(), chosen_device(arguments)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind = given or ("cuda" if seen else "cpu")
@@ -85,32 +87,24 @@ def join(given: str | None, fsdp: bool) -> tuple[Processes, torch.device | None]
             f"{os.environ.get('LOCAL_WORLD_SIZE', local + 1)} processes on this machine, and torch "
             f"sees {seen} GPUs; --nproc-per-node {max(seen, 1)} or fewer, or --device cpu"
         )
-    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    device, transport = torch.device("cpu"), "gloo"
     if kind == "cuda":
+        device, transport = torch.device("cuda", local), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     # Others wait while the first one reads images and runs the check batch.
-    dist.init_process_group(backend, timeout=timedelta(hours=1))
+    dist.init_process_group(transport, timeout=timedelta(hours=1))
     return Processes(dist.get_rank(), dist.get_world_size(), True), device
-
-
-def leave(processes: Processes) -> None:
-    if processes.launched and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model: the list of same-class siblings with most parameters."""
-    best: tuple[int, list[nn.Module]] = (0, [])
+    lists: list[list[nn.Module]] = [[]]
     for module in model.modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
-            continue
-        kind, _ = Counter(type(child) for child in module).most_common(1)[0]
-        layers = [child for child in module if type(child) is kind]
-        count = sum(p.numel() for layer in layers for p in layer.parameters())
-        if len(layers) > 1 and count > best[0]:
-            best = count, layers
-    return best[1]
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module):
+            kind, count = Counter(map(type, module)).most_common(1)[0]
+            if count > 1:
+                lists.append([child for child in module if type(child) is kind])
+    return max(lists, key=lambda found: sum(p.numel() for m in found for p in m.parameters()))
 
 
 def distribute(
@@ -128,13 +122,10 @@ def distribute(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy()
-    if dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=None if dtype is None else torch.float32)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for part in (*blocks_of(model), model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...models.vit import VisionTransformer
 from ...runtime import files
@@ -25,12 +24,10 @@ from .model import host_of, merged
 from .run import Run
 from .streaming import Streamed
 
-AGREEMENT_BATCH = 2  # images; the interpreter takes milliseconds for a tile
-
 
 def check_batch(run: Run, console: Any) -> list[Error]:
     """One batch through our kernels and through plain PyTorch; prints and returns the errors."""
-    images = run.normalization(run.source.training_sample(AGREEMENT_BATCH))
+    images = run.source.normalization(run.source.sample)
     where = "in Triton's interpreter" if INTERPRETED else f"on {device_name(run.device)}"
     started = time.perf_counter()
     run.model.eval()
@@ -43,22 +40,18 @@ def check_batch(run: Run, console: Any) -> list[Error]:
             errors[0] = replace(errors[0], name="logits")
     seconds = time.perf_counter() - started
 
-    gradients = [e for e in errors if e.name != "logits"]
-    worst = worst_error(gradients)
+    logits, *gradients = errors
     console.print(
         f"Agreement with PyTorch: {len(images)} images through our kernels {where}, "
         f"{run.settings.precision}, {seconds:.1f} s; errors against float64:"
     )
     table = make_table("", figures=ERROR_COLUMNS)
-    table.add_row("logits", *error_cells(errors[0]))
-    table.add_row(f"worst of {len(gradients)} gradients", *error_cells(worst))
+    table.add_row("logits", *error_cells(logits))
+    table.add_row(f"worst of {len(gradients)} gradients", *error_cells(worst_error(gradients)))
     console.print(table)
-    failed = [e for e in errors if not e.passed]
-    if failed:
-        lines = "\n".join(f"  {e}" for e in failed)
-        console.print(
-            f"[red]{len(failed)} of {len(errors)} tensors break the 2x rule:[/red]\n{lines}"
-        )
+    if failed := [e for e in errors if not e.passed]:
+        console.print(f"[red]{len(failed)} of {len(errors)} tensors break the 2x rule:[/red]")
+        console.print("\n".join(f"  {e}" for e in failed))
     else:
         console.print(
             f"Logits and all {len(gradients)} gradients agree: every error is within twice "
@@ -69,35 +62,28 @@ def check_batch(run: Run, console: Any) -> list[Error]:
 
 def describe(run: Run, console: Any) -> None:
     s, model = run.settings, run.model
-    count = sum(p.numel() for p in model.parameters())
-    shape = ""
-    if isinstance(model, VisionTransformer):
-        tokens = model.patch_embed.num_patches + model.num_prefix_tokens
-        attn: Any = model.blocks[0].attn
-        shape = (
-            f", T={tokens} C={model.embed_dim} H={attn.num_heads} D={attn.head_dim}, "
-            f"{len(model.blocks)} layers"
-        )
     console.print(
         f"Data: {s.data}, {run.source.train_count} training and {run.source.held_out_count} "
         f"held-out images, {len(run.classes)} classes, {s.img_size} x {s.img_size} x {s.in_chans}"
     )
     if isinstance(run.source, Streamed):
         console.print(f"Images are streamed by {run.source.workers} worker processes.")
+    count = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    some = f", {trained:,} of them trained" if trained < count else ""
-    console.print(f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters{some}{shape}")
+    line = f"Model: {s.model or 'small ViT for digits'}, {count:,} parameters"
+    if trained < count:
+        line += f", {trained:,} of them trained"
+    if isinstance(model, VisionTransformer):
+        attn: Any = model.blocks[0].attn
+        tokens = model.patch_embed.num_patches + model.num_prefix_tokens
+        line += f", T={tokens} C={model.embed_dim} H={attn.num_heads} D={attn.head_dim}"
+        line += f", {len(model.blocks)} layers"
+    console.print(line)
     where = f"{device_name(run.device)}, threads: {torch.get_num_threads()}, {s.precision}"
     console.print(f"Device: {where}. Run folder: {run.folder}")
     if run.processes.launched:
         how = "FSDP2" if run.sharded else "DDP"
         console.print(f"Processes: {run.processes.world}, {how}; a batch is shared among them.")
-
-
-def confusion_matrix(labels: Tensor, predicted: Tensor, num_classes: int) -> Tensor:
-    """(num_classes, num_classes) counts; rows are the true classes."""
-    index = (labels * num_classes + predicted).cpu()
-    return torch.bincount(index, minlength=num_classes**2).view(num_classes, num_classes)
 
 
 def write_report(run: Run, errors: list[Error], console: Any) -> None:
@@ -109,18 +95,16 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
     model = run.whole_model()
     if model is None:
         return
-    last, read = run.history[-1], predicted >= 0
-    confusion = confusion_matrix(
-        run.source.held_out_labels[read], predicted[read], len(run.classes)
-    )
-    count = int(read.sum())
-    accuracy = confusion.diagonal().sum().item() / count
+    source, last, read = run.source, run.history[-1], predicted >= 0
+    count, classes = int(read.sum()), len(run.classes)
+    pairs = source.held_out_labels[read] * classes + predicted[read]  # rows are the true classes
+    confusion = torch.bincount(pairs.cpu(), minlength=classes**2).view(classes, classes)
+    right = int(confusion.diagonal().sum())
+    accuracy = right / count
     images_per_s = statistics.median(row["images_per_s"] for row in run.history)
     seconds = sum(row["seconds"] for row in run.history)
-
-    wrong = count - int(confusion.diagonal().sum())
     console.print(
-        f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({wrong} of {count} "
+        f"Held-out accuracy: [bold]{100 * accuracy:.2f} %[/bold] ({count - right} of {count} "
         f"wrong), loss {loss:.3f}. Training: {images_per_s:,.0f} images/s (median of "
         f"{len(run.history)} epochs), {seconds:.0f} s."
     )
@@ -130,12 +114,10 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
             f"Plain PyTorch beside it: {100 * last['reference_held_out_accuracy']:.2f} %, loss "
             f"{last['reference_held_out_loss']:.3f}, {other:,.0f} images/s."
         )
-    if run.source.broken:
-        console.print(f"Left out: {len(run.source.broken)} images that cannot be read.")
-    files.write_atomically(
-        run.folder / WEIGHTS,
-        lambda file: torch.save(merged(model, run.settings).state_dict(), file),
-    )
+    if source.broken:
+        console.print(f"Left out: {len(source.broken)} images that cannot be read.")
+    weights = merged(model, run.settings).state_dict()
+    files.write_atomically(run.folder / WEIGHTS, lambda file: torch.save(weights, file))
     summary = {
         "held_out_accuracy": accuracy,
         "held_out_loss": loss,
@@ -144,7 +126,7 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
         "classes": run.classes,
         "confusion": confusion.tolist(),
         "settings": asdict(run.settings),
-        "normalization": asdict(run.normalization),
+        "normalization": asdict(source.normalization),
         "agreement": [{**asdict(e), "passed": e.passed} for e in errors],
         "last_epoch": last,
         "device": device_name(run.device),
@@ -159,12 +141,10 @@ def write_report(run: Run, errors: list[Error], console: Any) -> None:
     figures.draw_curves(run.history, run.folder / CURVES, name, loss_title)
     title = f"{name}: {100 * accuracy:.2f} % of {count} held-out images"
     figures.draw_confusion(confusion, run.classes, run.folder / CONFUSION, title)
-    shown, image = run.source.held_out_sample()
-    layers, from_cls = figures.sample_attention(model, run.normalization(image))
-    true = run.classes[int(run.source.held_out_labels[shown])]
-    got = run.classes[int(predicted[shown])]
+    shown, image = source.held_out_sample()
+    seen = figures.sample_attention(model, image[0], source.normalization)
+    true, got = (run.classes[int(of[shown])] for of in (source.held_out_labels, predicted))
     title = f"{name}: held-out image {shown}, class {true}, predicted {got}"
-    pixels = figures.seen_pixels(model, image[0].cpu())
-    figures.draw_attention(pixels, layers, from_cls, run.folder / ATTENTION, title)
+    figures.draw_attention(*seen, run.folder / ATTENTION, title)
     written = [name for name in WRITTEN if (run.folder / name).exists()]
     console.print(f"Written to {run.folder}: {', '.join(written)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,11 @@ class Learner:
     name: str  # before its figures and its parts of a checkpoint
     model: nn.Module
     call: Callable[[Tensor], Any]  # what gives the model's output: itself, DDP around it, ...
-    optimizer: torch.optim.AdamW
+    settings: InitVar[Settings]
     average: AveragedModel | None = None
+
+    def __post_init__(self, settings: Settings) -> None:
+        self.optimizer = make_optimizer(self.model, settings)
 
     def evaluated(self) -> tuple[nn.Module, Callable[[Tensor], Any]]:
         """The model whose figures are reported, and what gives its output: the average, if any."""
@@ -84,18 +87,13 @@ class Learner:
         """All tensors by name: weights, their average, and what AdamW keeps of each; whole, and on
         the CPU where they are shards, unless another process `keep`s them. Every process calls it.
         """
-
-        def whole(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
-                return tensor.cpu() if keep else tensor.new_empty(0)
-            return tensor
-
-        moments = {
-            f"{name}.{key}": whole(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        moments: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, DTensor):
+                    value = value.full_tensor()
+                    value = value.cpu() if keep else value.new_empty(0)
+                moments[f"{name}.{key}"] = value
         state: State = {"model": whole_weights(self.model), "optimizer": moments}
         if self.average is not None:
             state["average"] = whole_weights(self.average.module)
@@ -121,53 +119,45 @@ class Learner:
             self.optimizer.state[parameter][key] = value
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module) -> dict[str, Any]:
     """The state dict, of shards in the first process alone. Every process must call it."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)
-    return state
+    return get_model_state_dict(model, options=options)
 
 
 class Run:
     """One training run: its settings, data, learners and history, and how they are saved."""
 
     def __init__(
-        self, settings: Settings, source: Source, device: torch.device, folder: Path,
-        processes: Processes | None = None, say: Callable[[str], None] | None = None,
+        self, source: Source, folder: Path, processes: Processes | None = None,
+        say: Callable[[str], None] | None = None,
     ):  # fmt: skip
         """say: where a new run tells what it loads of --weights; None for one that is resumed."""
-        self.settings, self.source, self.device, self.folder = settings, source, device, folder
-        self.processes = processes or Processes()
-        self.sharded = False
-        self.source.to(device)
-        self.classes, self.normalization = self.source.classes, self.source.normalization
-        self.steps_per_epoch = math.ceil(self.source.train_count / settings.batch_size)
+        self.source, self.folder, self.processes = source, folder, processes or Processes()
+        self.settings, self.device, self.classes = source.settings, source.device, source.classes
+        settings, self.sharded = source.settings, False
+        self.steps_per_epoch = math.ceil(source.train_count / settings.batch_size)
         self.history: list[dict[str, float]] = []
         self.pace = (0.0, 0.0)  # images/s and share of time waiting for images, of this epoch
         torch.manual_seed(settings.seed)
-        self.model = model_of(settings, len(self.classes), say).to(device)
+        self.model = model_of(settings, len(self.classes), say).to(self.device)
         self._leave_bytes()
         average = None
         if settings.ema:
             average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(settings.ema))
             average.n_averaged += 1  # begins with these weights, not with the first step's
-        self.learners = [self._learner("", self.model, self.model, average)]
+        self.learners = [Learner("", self.model, self.model, settings, average)]
         if settings.compare:
-            self.learners.append(self._learner("reference_", *plain_copy(self.model)))
+            self.learners.append(Learner("reference_", *plain_copy(self.model), settings))
 
     def _leave_bytes(self) -> None:
         """Have a model of ours normalize streamed images in its patch embedding. MixUp mixes
         numbers, and the plain PyTorch model beside ours reads them."""
         plain = self.settings.mixup or self.settings.compare
         if isinstance(self.source, Streamed) and isinstance(self.model, VisionTransformer):
-            embed, found = self.model.patch_embed, self.normalization
+            embed, found = self.model.patch_embed, self.source.normalization
             embed.mean, embed.std = found.mean, found.std
             self.source.as_bytes = not plain
-
-    def _learner(
-        self, name: str, model: nn.Module, call: Any, average: AveragedModel | None = None
-    ) -> Learner:
-        return Learner(name, model, call, make_optimizer(model, self.settings), average)
 
     def distribute(self, fsdp: bool) -> None:
         """Put the model under DDP or FSDP2, whose parameters are others; before `restore`."""
@@ -176,7 +166,7 @@ class Run:
         if fsdp and average is not None:
             distribute(average.module, self.device, fsdp, self.autocast)
         self.sharded = fsdp
-        self.learners = [self._learner("", self.model, wrapped, average)]
+        self.learners = [Learner("", self.model, wrapped, self.settings, average)]
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -297,6 +287,16 @@ class Run:
         self.history.append(row)
         return row
 
+    def how_far(self) -> str:
+        """What the checkpoint holds, and the command that goes on with it."""
+        path, launch = self.folder / CHECKPOINT, "fastvit-kernels train"
+        if self.processes.launched:
+            launch = f"torchrun --nproc-per-node {self.processes.world} -m fastvit_kernels train"
+        return (
+            f"{path} holds the run after epoch {len(checkpoint.load(path)['history'])} of "
+            f"{self.settings.epochs}; go on with: {launch} --resume --out {self.folder}"
+        )
+
     def _refuse_infinite(self, row: dict[str, float]) -> None:
         if not all(math.isfinite(value) for value in row.values()):
             raise CommandError(
@@ -306,26 +306,21 @@ class Run:
 
     def save(self) -> None:
         """The checkpoint and metrics.csv, each replaced as a whole, by the first process."""
-        state: State = {}
+        content: dict[str, Any] = {"settings": asdict(self.settings), "classes": self.classes}
+        content["normalization"] = asdict(self.source.normalization)
+        content |= {"history": self.history, "rng": checkpoint.rng_state()}
         for learner in self.learners:
-            state |= learner.state(self.processes.first)
+            content |= learner.state(self.processes.first)
 
         def write() -> None:
-            content = {
-                "settings": asdict(self.settings),
-                "classes": self.classes,
-                "normalization": asdict(self.normalization),
-                "data_digest": self.source.digest(),
-                "history": self.history,
-                "rng": checkpoint.rng_state(),
-            }
-            checkpoint.save(self.folder / CHECKPOINT, {**content, **state})
+            content["data_digest"] = self.source.digest()
+            checkpoint.save(self.folder / CHECKPOINT, content)
             self.write_metrics()
 
         self.processes.agree(write)
 
     def write_metrics(self) -> None:
-        """metrics.csv from the history; a kill may leave it an epoch behind checkpoint.pt."""
+        """metrics.csv from the history; a kill may have left it an epoch behind checkpoint.pt."""
         if self.history:
             lines = [",".join(self.history[0])]
             lines += [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
@@ -352,6 +347,8 @@ class Run:
                 learner.restore(path, content)
             if not self.processes.launched:
                 checkpoint.set_rng_state(content["rng"])
+        if self.processes.first:
+            self.write_metrics()
 
     def whole_model(self) -> nn.Module | None:
         """The model that is reported with all its weights, in the first process; None in the

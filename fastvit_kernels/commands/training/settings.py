@@ -138,22 +138,21 @@ def given_options(arguments: object) -> dict[str, Any]:
     return given
 
 
-def _check_reading(settings: Settings, given: dict[str, Any]) -> None:
-    """Raises: CommandError for options of another way to read the images."""
-    kind = settings.data
-    if given.get("in_memory") and kind in ("webdataset", "hf"):
-        raise CommandError(f"--data {kind} is streamed; --in-memory is for --data folder")
-    if settings.in_memory:
-        for name in ("randaugment", "crop_scale"):
-            if name in given:
-                raise CommandError(
-                    f"{flag_of(name)} is for streamed images: --data folder without --in-memory, "
-                    f"webdataset or hf; --data {kind} is held in memory here"
-                )
-    elif not settings.augment and (given.get("randaugment") or "crop_scale" in given):
-        raise CommandError("--no-augment leaves no place for --randaugment and --crop-scale")
-    if settings.ema and settings.compare:
-        raise CommandError("--ema averages weights, which --compare does not: choose one of them")
+def _refuse(s: Settings, given: dict[str, Any]) -> None:
+    """Raises: CommandError for options that do not go together."""
+    kind, crops = s.data, [name for name in ("randaugment", "crop_scale") if name in given]
+    for refused, why in (
+        (s.lora and s.compare, "--lora and --compare: the plain PyTorch model has no LoRA"),
+        (s.ema and s.compare, "--ema averages weights, which --compare does not: choose one"),
+        (kind != "digits" and s.data_dir is None, f"--data {kind} needs --data-dir"),
+        (kind == "digits" and s.data_dir, "--data digits takes no --data-dir"),
+        (kind in ("digits", "mnist") and s.in_chans != 1, f"--data {kind} has one channel"),
+        (kind in ("webdataset", "hf") and s.in_memory, f"--data {kind} is streamed alone"),
+        (s.in_memory and crops, f"{', '.join(map(flag_of, crops))} is for streamed images"),
+        (not s.augment and crops, "--no-augment leaves no place for --randaugment, --crop-scale"),
+    ):
+        if refused:
+            raise CommandError(why)
 
 
 def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
@@ -163,18 +162,8 @@ def make_settings(given: dict[str, Any], device: torch.device) -> Settings:
     settings = Settings(**{"precision": precision, **DEFAULTS[kind], **given, "data": kind})
     source = settings.weights
     if source is not None and source.startswith(("timm:", "hf:")) and "model" not in given:
-        # the model that the weights are of
-        timm = source.startswith("timm:")
-        settings.model = source if timm else f"hf:{source_folder(source)}"
-    if settings.lora and settings.compare:
-        raise CommandError("--lora and --compare: the plain PyTorch model has no LoRA; choose one")
-    if kind != "digits" and settings.data_dir is None:
-        raise CommandError(f"--data {kind} needs --data-dir")
-    if kind == "digits" and settings.data_dir is not None:
-        raise CommandError("--data digits comes with scikit-learn and takes no --data-dir")
-    if kind in ("digits", "mnist") and settings.in_chans != 1:
-        raise CommandError(f"--data {kind} has one channel; --in-chans is for --data folder")
-    _check_reading(settings, given)
+        settings.model = source if source.startswith("timm:") else f"hf:{source_folder(source)}"
+    _refuse(settings, given)
     if not settings.img_size:
         settings.img_size = int(DIGITS_VIT["img_size"])
         if settings.model is not None:

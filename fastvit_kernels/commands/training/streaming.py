@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...runtime.compat import define_torchvision_operators
 from ..console import CommandError, require
-from . import data
-from .data import InMemory, Normalization, read_image
+from .data import Batches, InMemory, Normalization, read_image
 from .processes import Processes
-from .records import SOURCES, Records
+from .records import Found, Records, find
 from .settings import Settings
 
 SAMPLE = 256  # training images that give mean and standard deviation
-HELD_OUT_BATCH = 256
 
 Item = tuple[Tensor | None, int, int, str]  # pixels, label, number, what is wrong with it
 Place = tuple[int, int | None]  # number, seed
@@ -66,9 +65,9 @@ class Images(Dataset[Item]):
             pixels = read_image(self.records, index, size, self.settings.in_chans)
         except CommandError as error:
             return None, label, index, str(error)
-        if crop is not None and seed is not None:
+        if crop is not None:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.manual_seed(seed or 0)
                 pixels = crop(pixels)
         return pixels, label, index, ""
 
@@ -81,34 +80,28 @@ def _collate(items: list[Item]) -> tuple[Tensor | None, Tensor, Tensor, dict[int
     return pixels, labels, numbers, {item[2]: item[3] for item in items if item[3]}
 
 
-class Streamed:
-    """The images of a run, by the methods of `data.InMemory`."""
+class Streamed(Batches):
+    """Images that workers read while others are trained on."""
+
+    held_out_batch = 256
 
     def __init__(
-        self, train: Records, held_out: Records, classes: list[str], settings: Settings,
-        workers: int, skip: bool, say: Callable[[str], None],
+        self, found: Found, settings: Settings, device: torch.device, workers: int, skip: bool,
+        say: Callable[[str], None],
     ):  # fmt: skip
-        self.classes, self.settings = classes, settings
+        super().__init__(found, settings, device)
         self.workers, self.skip, self.say = workers, skip, say
-        self.train, self.held_out = train, held_out
-        self.broken: set[str] = set()
         self.as_bytes = False  # whether the model normalizes what it reads
-        self.device = torch.device("cpu")
-        self.train_count, self.held_out_count = len(train), len(held_out)
-        self._train_images = Images(train, settings)
-        self._held_out_images = Images(held_out, settings)
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(settings.seed))
+        self.train, self.held_out = (Images(records, settings) for records in found[:2])
+        order = torch.randperm(
+            self.train_count, generator=torch.Generator().manual_seed(settings.seed)
+        )
         places: list[list[Place]] = [[(i, None)] for i in order[:SAMPLE].tolist()]
-        sample = [pixels for pixels, *_ in self._read(self._train_images, places)]
-        pixels = [p for p in sample if p is not None]
+        pixels = [found for found, *_ in self._read(self.train, places) if found is not None]
         if not pixels:
             raise CommandError(f"none of {len(places)} training images can be read")
         self.normalization = Normalization.of(torch.cat(pixels))
-        self._sample = torch.cat(pixels[:2])
-
-    def to(self, device: torch.device) -> None:
-        self.device = device
-        self.held_out_labels = torch.tensor(self.held_out.labels, device=device)
+        self.sample = torch.cat(pixels[:2]).to(device)
 
     def _read(
         self, images: Images, places: list[list[Place]]
@@ -130,16 +123,13 @@ class Streamed:
                     self.broken.add(name)
             yield pixels, labels, numbers
 
-    def _shared(
-        self, images: Images, batches: tuple[Tensor, ...], processes: Processes, first: int | None
+    def _shown(
+        self, batches: Sequence[Tensor], processes: Processes, generator: torch.Generator | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This process's rows of batches of numbers: pixels on the device, labels, numbers. Image
-        0's crop has the seed `first`; None crops the centred square.
-
-        Every process takes every step: where it has no row, or none that can be read, it gets black
-        pixels, no label and no number.
-        """
         shares = [batch[processes.share(len(batch))].tolist() for batch in batches]
+        images, first = self.held_out, None
+        if generator is not None:  # image 0's crop has the seed `first`
+            images, first = self.train, generator.initial_seed() * self.train_count % 2**62
         places: list[list[Place]] = [
             [(i, None if first is None else first + i) for i in share] for share in shares
         ]
@@ -147,57 +137,36 @@ class Streamed:
         for share in shares:
             pixels, labels, numbers = next(read) if share else (None, *torch.empty(2, 0).long())
             if pixels is None:
-                pixels = torch.zeros_like(self._sample[:1])
+                pixels = torch.zeros_like(self.sample[:1])
             pixels = pixels.to(self.device, non_blocking=True)
             pixels = pixels if self.as_bytes else self.normalization(pixels)
             yield pixels, labels.to(self.device, non_blocking=True), numbers.to(self.device)
 
-    def batches(self, epoch: int, processes: Processes) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """As `InMemory.batches`. A batch is the poorer by what could not be read."""
-        base = self.settings.seed * 1_000_003 + epoch
-        order = torch.randperm(self.train_count, generator=torch.Generator().manual_seed(base))
-        batches = order.split(self.settings.batch_size)
-        first = base * self.train_count % 2**62
-        shares = self._shared(self._train_images, batches, processes, first)
-        for batch, (pixels, labels, _) in zip(batches, shares, strict=True):
-            weight = len(labels) * processes.world / len(batch)
-            yield pixels, labels if weight else labels.new_zeros(1), weight
-
-    def held_out_batches(self, processes: Processes) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `InMemory.held_out_batches`."""
-        batches = torch.arange(self.held_out_count).split(HELD_OUT_BATCH)
-        shares = self._shared(self._held_out_images, batches, processes, None)
-        for pixels, _, numbers in shares:
-            yield numbers, pixels
-
-    def training_sample(self, count: int) -> Tensor:
-        return self._sample[:count].to(self.device)
-
     def held_out_sample(self) -> tuple[int, Tensor]:
         """The first held-out image that can be read: its number, (1, channels, size, size)."""
         for index in range(self.held_out_count):
-            pixels, *_ = self._held_out_images[index, None]
+            pixels, *_ = self.held_out[index, None]
             if pixels is not None:
                 return index, pixels[None].to(self.device)
         raise CommandError("none of the held-out images can be read")
 
     def digest(self) -> str:
-        return f"{self.train.digest()} {self.held_out.digest()} {self.classes}"
+        train, held_out = self.train.records.digest(), self.held_out.records.digest()
+        return f"{train} {held_out} {self.classes}"
 
 
 Source = InMemory | Streamed
 
 
-def open_images(settings: Settings, arguments: argparse.Namespace, console: Any) -> Source:
+def open_images(
+    settings: Settings, arguments: argparse.Namespace, device: torch.device, console: Any
+) -> Source:
     """The images, in memory or to be streamed."""
     with console.status("reading images"):
+        found = find(settings)
         if settings.in_memory:
-            return InMemory(data.load(settings), settings)
-        folder = data.data_folder(settings)
-        records = SOURCES[settings.data](folder, settings.held_out, settings.seed)
+            return InMemory(found, settings, device)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         workers = min(8, (cores or 1) - 1) if arguments.workers is None else arguments.workers
-        skip = arguments.on_error == "skip"
-        return Streamed(
-            *records, settings, workers, skip, lambda line: console.print(line, markup=False)
-        )
+        skip, say = arguments.on_error == "skip", partial(console.print, markup=False)
+        return Streamed(found, settings, device, workers, skip, say)

@@ -226,12 +226,13 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-digest-labels", DATA, "digest", "other labels are the same data",
-        "digest.update(split.labels.cpu().numpy().tobytes())", "pass",
+        "for tensor in (*self.train, *self.held_out):",
+        "for tensor in (self.train.images, self.held_out.images):",
         only=(_RESUME + "test_resume_compares_all_of_the_data",),
     ),
     Fault(
         "train-digest-held-out", DATA, "digest", "other held-out images are the same data",
-        "for split in (self.train, self.held_out):", "for split in (self.train,):",
+        "for tensor in (*self.train, *self.held_out):", "for tensor in self.train:",
         only=(_RESUME + "test_resume_compares_all_of_the_data",),
     ),
     Fault(
@@ -246,9 +247,9 @@ FAULTS: list[Fault] = [
         only=DIGEST,
     ),
     Fault(
-        "train-digest-names", RECORDS, "Files.digest", "files of another name are the same data",
-        'repr((self.places, self.labels))',
-        'repr(([place[2:] for place in self.places], self.labels))',
+        "train-digest-names", RECORDS, "Records.digest", "files of another name are the same data",
+        "content = self.origin, self.places, self.labels",
+        "content = [place[2:] for place in self.places], self.labels",
         only=DIGEST,
     ),
     Fault(
@@ -286,7 +287,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-full-disk-silent", TRAIN, "_run", "a full disk does not say how to go on",
-        'raise CommandError(f"{error}. {_how_far(folder, settings, processes)}") from error',
+        'raise CommandError(f"{error}. {training.how_far()}") from error',
         "raise", only=FULL,
     ),
     Fault(
@@ -315,14 +316,14 @@ FAULTS: list[Fault] = [
     Fault(
         "train-normalize-held-out", DATA, "InMemory.__init__",
         "normalization computed with the held-out images in it",
-        "Normalization.of(dataset.train.images)",
-        "Normalization.of(torch.cat([dataset.train.images, dataset.held_out.images]))",
+        "Normalization.of(images)",
+        "Normalization.of(torch.cat([images, rest]))",
         only=MANUAL,
     ),
     Fault(
         "train-normalize-streamed", STREAMING, "Streamed.__init__",
         "streamed images are normalized by held-out ones",
-        "self._read(self._train_images, places)", "self._read(self._held_out_images, places)",
+        "self._read(self.train, places)", "self._read(self.held_out, places)",
         only=(_STREAMING + "test_streamed_images_are_normalized_by_those_of_training",),
     ),
     Fault(
@@ -364,19 +365,19 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_augmentations_are_those_of_the_manual",),
     ),
     Fault(
-        "train-no-augment", DATA, "InMemory.batches", "--no-augment ignored",
-        "if self.settings.augment else None", "", only=MANUAL,
+        "train-no-augment", DATA, "InMemory._shown", "--no-augment ignored",
+        "generator is not None and self.settings.augment", "generator is not None", only=MANUAL,
     ),
     Fault(
-        "train-never-augments", DATA, "InMemory.batches", "images are never augmented",
-        "if draw is not None:", "if False:", only=MANUAL,
+        "train-never-augments", DATA, "InMemory._shown", "images are never augmented",
+        "if draw is not None and len(numbers):", "if False:", only=MANUAL,
     ),
     Fault(
-        "train-same-epochs", DATA, "InMemory.batches", "each epoch has the same batches",
+        "train-same-epochs", DATA, "Batches.batches", "each epoch has the same batches",
         "self.settings.seed * 1_000_003 + epoch", "self.settings.seed * 1_000_003 + 1", only=MANUAL,
     ),
     Fault(
-        "train-order-seed", DATA, "InMemory.batches", "--seed does not reach the order",
+        "train-order-seed", DATA, "Batches.batches", "--seed does not reach the order",
         "self.settings.seed * 1_000_003 + epoch", "epoch",
         only=(_TRAIN + "test_the_seed_draws_weights_split_and_order",),
     ),
@@ -386,9 +387,9 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_the_seed_draws_weights_split_and_order",),
     ),
     Fault(
-        "train-split-seed", DATA, "load", "--seed does not reach the split",
-        "load_digits(settings.img_size, settings.held_out, settings.seed)",
-        "load_digits(settings.img_size, settings.held_out, 0)",
+        "train-split-seed", RECORDS, "find", "--seed does not reach the split",
+        "settings.held_out, settings.seed",
+        "settings.held_out, 0",
         only=(_TRAIN + "test_the_seed_draws_weights_split_and_order",),
     ),
     Fault(
@@ -397,19 +398,20 @@ FAULTS: list[Fault] = [
         only=(_DATA + "test_digits_split_is_stratified_fixed_by_seed_and_disjoint",),
     ),
     Fault(
-        "train-last-batch", DATA, "InMemory.batches", "the smaller last batch is left out",
-        "for index in order.split(self.settings.batch_size):",
-        "for index in order[: len(order) // self.settings.batch_size * self.settings.batch_size]"
-        ".split(self.settings.batch_size):",
+        "train-last-batch", DATA, "Batches.batches", "the smaller last batch is left out",
+        "order.split(self.settings.batch_size)",
+        "order[: len(order) // self.settings.batch_size * self.settings.batch_size]"
+        ".split(self.settings.batch_size)",
         only=(_TRAIN + "test_batches_cover_every_image_once_and_depend_on_the_epoch_alone",),
     ),
     Fault(
-        "train-share-weight", DATA, "InMemory.batches", "a share weighs as its batch",
-        "(mine.stop - mine.start) * processes.world / len(index)", "1.0", only=SHARES,
+        "train-share-weight", DATA, "Batches.batches", "a share weighs as its batch",
+        "len(labels) * processes.world / len(batch)", "1.0", only=SHARES,
     ),
     Fault(
-        "train-share-held-out", DATA, "held_out_batches", "each process evaluates all images",
-        "mine = index[processes.share(len(index))]", "mine = index", only=SHARES,
+        "train-share-held-out", DATA, "InMemory._shown", "each process evaluates all images",
+        "mine, draw = processes.share(len(batch)), None", "mine, draw = slice(None), None",
+        only=SHARES,
     ),
     Fault(
         "train-upright", DATA, "upright", "EXIF's turn is ignored",
@@ -428,7 +430,7 @@ FAULTS: list[Fault] = [
         only=(_DATA + "test_images_are_cropped_about_their_centre_and_turned_upright",),
     ),
     Fault(
-        "train-broken-weighs", STREAMING, "Streamed.batches", "a broken image weighs as read",
+        "train-broken-weighs", DATA, "Batches.batches", "a broken image weighs as read",
         "len(labels) * processes.world / len(batch)", "1.0 * processes.world", only=BROKEN,
     ),
     Fault(
@@ -453,8 +455,8 @@ FAULTS: list[Fault] = [
         "v2.RandAugment(magnitude=settings.randaugment)", "v2.RandAugment()", only=CROPS,
     ),
     Fault(
-        "train-crop-once", STREAMING, "Streamed.batches", "an image is cropped alike in all epochs",
-        "first = base * self.train_count % 2**62", "first = self.train_count",
+        "train-crop-once", STREAMING, "_shown", "an image is cropped alike in all epochs",
+        "generator.initial_seed() * self.train_count % 2**62", "self.train_count",
         only=(_STREAMING + "test_a_crop_is_random_and_reading_leaves_the_generator_alone",),
     ),
     # Flags.
@@ -506,7 +508,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-weights-head", MODEL, "load_into", "weights that lack a layer are taken",
-        "if not HEAD.search(n)]:\n        raise", "if False]:\n        raise",
+        'if not HEAD.search(n)]:\n        more', 'if not HEAD.search(n) and False]:\n        more',
         only=("commands/test_finetune.py::test_weights_that_do_not_fit_change_nothing",),
     ),
     Fault(
@@ -523,9 +525,10 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_a_broken_kernel_stops_the_training",),
     ),
     Fault(
-        "train-confusion", REPORT, "confusion_matrix", "rows are the predicted classes",
-        "labels * num_classes + predicted", "predicted * num_classes + labels",
-        only=(_TRAIN + "test_rows_of_the_confusion_matrix_are_true_classes",),
+        "train-confusion", REPORT, "write_report", "rows are the predicted classes",
+        "source.held_out_labels[read] * classes + predicted[read]",
+        "predicted[read] * classes + source.held_out_labels[read]",
+        only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
     ),
     Fault(
         "train-infinite", RUN, "Run.epoch", "a loss that is not finite goes on",
@@ -669,7 +672,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-lora-compare", SETTINGS, "", "--lora and --compare are taken together",
-        "if settings.lora and settings.compare:", "if False:",
+        "(s.lora and s.compare, ", "(False, ",
         only=(_TRAIN + "test_mistakes",),
     ),
     Fault(
@@ -704,8 +707,8 @@ FAULTS: list[Fault] = [
         only=(_DATA + "test_images_are_resized_bicubically",),
     ),
     Fault(
-        "train-t10k-labels", DATA, "", "held-out labels may exceed the classes",
-        ">= num_classes:", "> num_classes:",
+        "train-t10k-labels", RECORDS, "find", "held-out labels may exceed the classes",
+        "{*range(len(classes))}", "{*range(len(classes) + 1)}",
         only=(_DATA + "test_held_out_digits_of_a_class_that_training_lacks",),
     ),
     Fault(
@@ -730,7 +733,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-streamed-held-out", STREAMING, "", "other held-out files are the same data",
-        "{self.train.digest()} {self.held_out.digest()}", "{self.train.digest()}",
+        'f"{train} {held_out} {self.classes}"', 'f"{train} {self.classes}"',
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
     ),
     Fault(
@@ -739,7 +742,7 @@ FAULTS: list[Fault] = [
         only=(_STREAMING + "test_the_digest_of_streamed_images",),
     ),
     Fault(
-        "train-stream-seed", STREAMING, "", "--seed does not reach streamed batches",
+        "train-stream-seed", DATA, "Batches.batches", "--seed does not reach streamed batches",
         "self.settings.seed * 1_000_003 + epoch", "epoch",
         only=(_STREAMING + "test_batches_depend_on_the_seed_alone",),
     ),
@@ -796,7 +799,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-count-read", REPORT, "", "broken images count as wrong in the report",
-        "count = int(read.sum())", "count = len(read)",
+        "int(read.sum())", "len(read)",
         only=(_REPORT + "test_the_report_is_of_the_history_and_of_what_could_be_read",),
     ),
     Fault(
@@ -806,7 +809,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-true-class", REPORT, "", "the true class is the predicted one",
-        "run.source.held_out_labels[shown]", "predicted[shown]",
+        "for of in (source.held_out_labels, predicted)", "for of in (predicted, predicted)",
         only=(_REPORT + "test_what_is_drawn_of_a_run",),
     ),
     Fault(
@@ -816,7 +819,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-curves-percent", FIGURES, "", "accuracies are drawn as shares",
-        '100 * row[f"{prefix}{split}_accuracy"]', 'row[f"{prefix}{split}_accuracy"]',
+        '("accuracy", 100, ', '("accuracy", 1, ',
         only=(_REPORT + "test_what_is_drawn_of_a_run",),
     ),
     Fault(
@@ -842,26 +845,26 @@ FAULTS: list[Fault] = [
         only=(_TRAIN + "test_patch_attention_reads_the_class_token_or_the_mean",),
     ),
     Fault(
-        "train-part-content", RECORDS, "Rows.digest", "another split is the same data",
-        'getattr(self.split, "_fingerprint", ""), self.places, self.labels',
-        'getattr(self.split, "_fingerprint", ""), self.labels',
+        "train-part-content", RECORDS, "Records.digest", "another split is the same data",
+        "content = self.origin, self.places, self.labels",
+        "content = self.origin, self.labels",
         only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
     ),
     Fault(
-        "train-shards-content", RECORDS, "Files.digest", "other shards are the same data",
-        'repr((self.places, self.labels))',
-        'repr(self.labels)',
+        "train-shards-content", RECORDS, "Records.digest", "other shards are the same data",
+        "content = self.origin, self.places, self.labels",
+        "content = self.labels",
         only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
     ),
     Fault(
-        "train-rows-content", RECORDS, "Rows.digest", "another dataset is the same data",
-        'getattr(self.split, "_fingerprint", "")',
-        '""',
+        "train-rows-content", RECORDS, "Records.digest", "another dataset is the same data",
+        "content = self.origin, self.places, self.labels",
+        "content = self.places, self.labels",
         only=(_RECORDS + "test_the_digest_of_each_kind_of_records",),
     ),
     Fault(
-        "train-shards-min", RECORDS, "", "class -1 is taken",
-        "if min(files.labels) < 0", "if min(files.labels) < -1",
+        "train-shards-min", RECORDS, "find", "class -1 is taken",
+        "{*range(len(classes))}", "{*range(-1, len(classes))}",
         only=(_RECORDS + "test_a_shard_that_is_refused",),
     ),
     Fault(
@@ -880,29 +883,29 @@ FAULTS: list[Fault] = [
         only=(_RECORDS + "test_a_dataset_of_hugging_face",),
     ),
     Fault(
-        "train-shards-held-class", RECORDS, "", "held-out shards may have another class",
-        "if max(rest.labels) >= len(classes)", "if max(rest.labels) > len(classes)",
+        "train-shards-held-class", RECORDS, "find", "held-out shards may have another class",
+        "{*train.labels, *(rest.labels if rest else ())}", "{*train.labels}",
         only=(_RECORDS + "test_classes_of_shards_are_those_of_training",),
     ),
     Fault(
-        "train-fsdp-whole", RUN, "whole", "a checkpoint holds the shards of one process",
-        'tensor.full_tensor()',
-        'tensor.to_local()',
+        "train-fsdp-whole", RUN, "Learner.state", "a checkpoint holds the shards of one process",
+        "value.full_tensor()",
+        "value.to_local()",
         only=(_DISTRIBUTED + "test_a_killed_run_goes_on_with_another_number_of_processes",),
     ),
     Fault(
         "train-fsdp-reduce", PROCESSES, "", "FSDP2 reduces gradients in bf16",
-        "reduce_dtype=torch.float32", "reduce_dtype=dtype",
+        "None if dtype is None else torch.float32", "dtype",
         only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
     ),
     Fault(
         "train-fsdp-blocks", PROCESSES, "", "FSDP2 shards no block",
-        "for block in blocks_of(model):", "for block in ():",
+        "(*blocks_of(model), model)", "(model,)",
         only=(_DISTRIBUTED + "test_fsdp_shards_every_block_then_the_model",),
     ),
     Fault(
         "train-blocks-of", PROCESSES, "", "the smallest list is the blocks",
-        "count > best[0]", "count < best[0] or not best[0]",
+        "return max(lists,", "return min(lists[1:],",
         only=(_DISTRIBUTED + "test_the_blocks_of_a_model",),
     ),
     Fault(
@@ -979,12 +982,12 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "train-probe-scaler", PROBE, "", "features are not scaled",
-        "make_pipeline(scaler.StandardScaler(), regression)", "make_pipeline(regression)",
+        "make_pipeline(preprocessing.StandardScaler(), regression)", "make_pipeline(regression)",
         only=(_PROBE + "test_features_are_scaled_for_the_linear_probe",),
     ),
     Fault(
         "train-probe-score", PROBE, "", "scores of training images",
-        ".score(rest, y[1].numpy())", ".score(train, y[0].numpy())",
+        ".score(rest, wanted)", ".score(train, labels)",
         only=(_PROBE + "test_both_figures_are_of_the_held_out_images",),
     ),
     Fault(
@@ -1125,7 +1128,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "weights-report-order", LOAD, "_natural", "block 10 comes before block 2",
-        "(len(s) if s.isdecimal() else 0, s)", "(0, s)", only=REPORTED,
+        "(len(part) if part.isdecimal() else 0, part)", "(0, part)", only=REPORTED,
     ),
     Fault(
         "weights-key-bias", LOAD, "_fit_biases", "a bias of keys is dropped in silence",
