@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,16 +18,14 @@ import torch
 from bench import host, models
 from bench.measure import Bench, measure_op
 from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase, missing_option
-from bench.ops import MODES, OPS, Draw, Op
-from bench.providers import BASELINE, SEARCH, Provider, Shape
-from bench.rows import Row
-from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, has_part, of_tokens
+from bench.ops import BASELINE, MODES, OPS, SEARCH, Draw, Op, Provider, Shape, shape_of
+from bench.rows import Key, Row
+from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, of_tokens
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import run_backward
 
 WHOLE = ("vit", "profile", "host")
-Key = tuple[str, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,8 @@ _OP_GROUPS = (("", 0, 8.0), ("compile", 2, 20.0), (SEARCH, 5, 60.0))
 def _keys(
     op: Op, shape: Shape, dtype: str, modes: Sequence[str], providers: Iterable[Provider]
 ) -> tuple[Key, ...]:
-    return tuple(
-        (op.name, p.name, shape.id, dtype, mode)
-        for mode in modes
-        for p in providers
-        if p.backward or mode == "fwd"
-    )
+    pairs = ((p.name, mode) for mode in modes for p in providers if p.backward or mode == "fwd")
+    return tuple((op.name, name, shape.id, dtype, mode) for name, mode in pairs)
 
 
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
@@ -106,16 +101,14 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
             late = dtype in ("fp16", "fp32")
             if (late and shape.tier > 2) or not wanted.case(shape.id, dtype):
                 continue
-            asked = [p for p in op.everyone(shape, dtype) if wanted.provider(p.name)]
+            asked = [p for p in op.providers(shape, dtype) if wanted.provider(p.name)]
             for p in (p for p in asked if not p.installed):
                 wanted.say(f"{p.name} is not measured: {p.package} is not installed")
             for name, later, seconds in _OP_GROUPS:
                 group = [p for p in asked if p.installed and name == p.name * p.compiled]
                 run = functools.partial(measure_op, op, shape, dtype, modes)
-                yield Task(
-                    shape.tier + (3 if late else 0) + later, seconds,
-                    f"{op.name} {shape.id} {dtype}", _keys(op, shape, dtype, modes, group), run,
-                )  # fmt: skip
+                keys, tier = _keys(op, shape, dtype, modes, group), shape.tier + later + 3 * late
+                yield Task(tier, seconds, f"{op.name} {shape.id} {dtype}", keys, run)
 
 
 # --- whole models
@@ -173,55 +166,51 @@ def _has_host(wanted: Wanted, name: str) -> bool:
     return here
 
 
-def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
+def _vit_keys(case: Case, names: Iterable[str]) -> tuple[Key, ...]:
+    return tuple((VIT, name, case.id, case.dtype, case.mode) for name in names)
+
+
+def _vit_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
     for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
         if not wanted.model and not _has_host(wanted, case.host):
             continue
-        asked = wanted.case(case.id, case.dtype, case.mode)
+        asked, title = wanted.case(case.id, case.dtype, case.mode), f"{case.dtype} {case.mode}"
         for later, seconds, names in _VIT_GROUPS:
-            names = [n for n in names if asked and wanted.provider(n)]
-            keys = tuple((VIT, n, case.id, case.dtype, case.mode) for n in names)
-            title = f"{case.id} {case.dtype} {case.mode}"
+            keys = _vit_keys(case, (n for n in names if asked and wanted.provider(n)))
             run = functools.partial(models.measure_vit, case)
-            yield Task(tier + later, factor * seconds, title, keys, run)
+            yield Task(tier + later, factor * seconds, f"{case.id} {title}", keys, run)
 
 
-def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
+def _profile_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
     if not _has_host(wanted, "timm"):
         return
     for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
-        for name in ("eager", "swapped"):
+        for name in (BASELINE, "swapped"):
             if wanted.provider(name) and wanted.case(case.id):
                 keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
-                title = f"profile of {case.id}, {name}"
-                measure = functools.partial(models.measure_profile, case, name)
-                yield Task(tier, 15.0, title, keys, lambda _, bench, run=measure: run(bench))
+                run = functools.partial(models.measure_profile, case)
+                yield Task(tier, 15.0, f"profile of {case.id}, {name}", keys, run)
 
 
-def _host_tasks(device: torch.device) -> Iterator[Task]:
-    ops = (*host.models(), *REGISTRY)
-    keys = tuple(
-        (host.OP, p, op, "fp32", m) for op in ops for m in host.MODES for p in host.ways(device)
-    )
+def _host_tasks(_: Wanted, device: torch.device) -> Iterator[Task]:
+    found = itertools.product((*host.models(), *REGISTRY), host.MODES, host.ways(device))
+    keys = tuple((host.OP, provider, name, "fp32", mode) for name, mode, provider in found)
     yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
 
 
 def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     """The tasks in the order in which they are measured; `wanted.said` gets what cannot be had."""
-    whole = {
-        "vit": lambda: _vit_tasks(wanted), "profile": lambda: _profile_tasks(wanted),
-        "host": lambda: _host_tasks(device),
-    }  # fmt: skip
     found: list[Task] = []
     known: set[str] = set()
     for name in wanted.ops:
-        if name in whole:
-            found += whole[name]()
-            known |= {*WAYS}
-        else:
+        if name in OPS:
             op = OPS[name]
             found += _op_tasks(op, wanted)
-            known |= {p.name for s in op.shapes() for p in op.everyone(s, op.dtypes[0])}
+            known |= {p.name for s in op.shapes() for p in op.providers(s, op.dtypes[0])}
+            continue
+        make = {"vit": _vit_tasks, "profile": _profile_tasks, "host": _host_tasks}[name]
+        found += make(wanted, device)
+        known |= {*WAYS}
     for name in wanted.providers:
         if name not in known:
             wanted.say(f"unknown provider {name!r}; there are {', '.join(sorted(known))}")
@@ -239,11 +228,6 @@ GRAPHS = ("swapped", "swapped+graph")
 PLAIN = (BASELINE, EAGER_GRAPH, *GRAPHS, "compile")
 
 
-def shape_of(op: str, part: str) -> Shape:
-    """The op's first shape whose id has this part."""
-    return next(s for s in OPS[op].shapes() if has_part(s.id, part))
-
-
 def op_target(
     op: Op, shape: Shape, modes: tuple[str, ...], compiles: bool = False, searches: bool = False
 ) -> Task:
@@ -254,36 +238,34 @@ def op_target(
     """
 
     def asked(p: Provider) -> bool:
-        return searches if p.name == SEARCH else not p.compiled or compiles
+        return p.installed and (searches if p.name == SEARCH else not p.compiled or compiles)
 
-    providers = [p for p in op.everyone(shape, "bf16") if p.installed and asked(p)]
+    providers = [p for p in op.providers(shape, "bf16") if asked(p)]
     new = [p for p in providers if not searches or p.name == SEARCH]
     beside = [p.name for p in providers if p not in new]
 
-    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
-        return measure_op(op, shape, "bf16", modes, (*names, *beside), bench)
-
     def touch(device: torch.device) -> None:
         """Each provider that compiles once, forward and backward, but for the search."""
-        inputs = op.inputs(shape, torch.bfloat16, Draw(device, torch.bfloat16))
+        inputs = op.inputs(shape, Draw(device, torch.bfloat16))
         for p in providers:
             if p.name != SEARCH and (p.ours or p.compiled):
                 with p.context():
                     given = inputs.values() if p.backward else ()
                     run_backward(p.make()(**inputs), given, torch.randn_like)
 
-    name = f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}"
-    seconds = 90.0 if searches else 25.0 if compiles else 12.0
-    return Task(0, seconds, name, _keys(op, shape, "bf16", modes, new), run, True, touch)
+    return Task(
+        0, 90.0 if searches else 25.0 if compiles else 12.0,
+        f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}",
+        _keys(op, shape, "bf16", modes, new),
+        lambda names, bench: measure_op(op, shape, "bf16", modes, (*names, *beside), bench),
+        True, touch,
+    )  # fmt: skip
 
 
 def vit_target(
     case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 240.0
 ) -> Task:
     """A model in some ways; those `beside` are measured again, in the turns of the others."""
-
-    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
-        return models.measure_vit(case, (*names, *beside), bench)
 
     def touch(device: torch.device) -> None:
         """A step of each way that compiles something, but for the search; those `beside` are other
@@ -293,50 +275,43 @@ def vit_target(
                 with WAYS[way].context():
                     models.Runner(case, WAYS[way], device).step()
 
-    keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in ways)
-    return Task(0, seconds, f"{case.id} {'+'.join(ways)}", keys, run, True, touch)
+    return Task(
+        0, seconds, f"{case.id} {'+'.join(ways)}", _vit_keys(case, ways),
+        lambda names, bench: models.measure_vit(case, (*names, *beside), bench), True, touch,
+    )  # fmt: skip
 
 
-def targets() -> list[Task]:
-    """In the order in which they are measured, without what is not there. Each takes little, so
-    that a hang costs little: attention first, then the step most likely to win by far."""
-    both, tokens, early = ("fwd", "bwd"), SHORT_T + LONG_T, (197, 257, 577, 1025)
-    attention = {
-        T: op_target(OPS["attention"], shape_of("attention", part), both)
-        for T, part in zip(tokens, of_tokens(tokens), strict=True)
-    }
+def targets(parts: Sequence[str] = ()) -> list[Task]:
+    """In the order in which they are measured, without what is not there; of `parts`, those whose
+    title has one. Each takes little, so that a hang costs little: attention first, then the step
+    most likely to win by far."""
+    both, tokens = ("fwd", "bwd"), SHORT_T + LONG_T
 
     def of(op: str, part: str = OF_VIT_B, modes: tuple[str, ...] = both, **options: bool) -> Task:
         return op_target(OPS[op], shape_of(op, part), modes, **options)
 
     def compiled(**options: bool) -> list[Task]:
-        parts = {"mlp": OF_VIT_B, "gated_mlp": PACKED, "rope": NORMED}
-        return [of(op, part, ("both",), compiles=True, **options) for op, part in parts.items()]
+        pairs = (("mlp", OF_VIT_B), ("gated_mlp", PACKED), ("rope", NORMED))
+        return [of(op, part, ("both",), compiles=True, **options) for op, part in pairs]
 
     def vit(case: Case, ways: tuple[str, ...], *more: Any) -> list[Task]:
-        here = importlib.util.find_spec(HOSTS[case.host]) is not None
-        return (
-            [vit_target(case, ways, *more)] if here and not any(map(missing_option, ways)) else []
-        )
+        lacking = not _has_host(Wanted(), case.host) or any(map(missing_option, ways))
+        return [] if lacking else [vit_target(case, ways, *more)]
 
+    parts_of = dict(zip(tokens, of_tokens(tokens), strict=True))
+    attention = {T: of("attention", part) for T, part in parts_of.items()}
     base = Case("timm", "B", 224, 256)
     skips = replace(base, model="L", batch=64, drop_path=0.4)
     every = (BASELINE, *GRAPHS, SEARCH)
     mlp, gated_mlp, rope = compiled()
-    return [
-        attention[197], attention[257], *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
-        attention[577], attention[1025], of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
-        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)),
-        *(target for T, target in attention.items() if T not in early),
+    found = [
+        attention.pop(197), attention.pop(257), *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
+        attention.pop(577), attention.pop(1025), of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
+        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)), *attention.values(),
         *vit(base, ("swapped-low",), ("swapped",), 25.0),
         # These turns are the last of eager and ours: all goals' ratios are of them.
         *vit(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)), *compiled(searches=True),
         *vit(NamedCase("timm", DINOV3, 224, 128), every), *vit(replace(base, model="S"), every),
         *vit(replace(base, model="Ti", batch=512), every),
     ]  # fmt: skip
-
-
-def target_tasks(wanted: Iterable[str] = ()) -> list[Task]:
-    """The tasks, or those whose title has one of the wanted parts."""
-    parts = list(wanted)
-    return [t for t in targets() if not parts or any(part in t.title for part in parts)]
+    return [task for task in found if not parts or any(part in task.title for part in parts)]

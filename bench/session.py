@@ -36,16 +36,7 @@ import torch
 from bench import targets
 from bench.plan import Task
 from bench.plan import targets as planned_targets
-from bench.rows import (
-    RESULTS,
-    Row,
-    bad_rows,
-    conditions,
-    describe,
-    environment,
-    read_rows,
-    this_machine,
-)
+from bench.rows import RESULTS, bad_rows, conditions, environment, read_rows, this_machine
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
@@ -164,18 +155,17 @@ def limits(stages: Sequence[Stage], seconds: float) -> list[float]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> set[int]:
     """The processes that `pid` has started, and they in turn; empty without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
             parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found, todo = [], [pid]
+    found, todo = set[int](), [pid]
     while todo:
-        own = children.get(todo.pop(), [])
-        found += own
-        todo += own
+        todo += (own := children.get(todo.pop(), []))
+        found.update(own)
     return found
 
 
@@ -184,12 +174,12 @@ def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
 
     Jobs are in sessions of their own, so that their group would not name them.
     """
-    started = set(descendants(process.pid))
+    started = descendants(process.pid)
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     if process.poll() is None:
-        started |= set(descendants(process.pid))
+        started |= descendants(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
     for pid in started:
         with suppress(ProcessLookupError, PermissionError):
@@ -218,7 +208,7 @@ class Stages:
         self.places = {"out": str(folder), **(places or {})}
         folder.mkdir(parents=True, exist_ok=True)
         self._events = ResultsCache(folder / EVENTS, lambda: sources)
-        self.former = self._done() if resume else set()
+        self.former = self._done() if resume else set[str]()
         self.endings: list[Ending] = []
 
     @property
@@ -227,16 +217,13 @@ class Stages:
 
     def _done(self) -> set[str]:
         """Stages that a former run has done here with the same sources."""
-        events = self._events.lines
-        if any(event["machine"] != self._key["machine"] for event in events):
+        found, events, here = set(), self._events.lines, self._key
+        if any(event["machine"] != here["machine"] for event in events):
             with suppress(FileNotFoundError):  # what was right on another machine says little here
                 (self.folder / CHECKED).rename(self.folder / f"elsewhere-{CHECKED}")
-
-        found = set()
         for stage, event in itertools.product(self.stages, events):
             good = (0,) if stage.needed else FINISHED
-            names = ("machine", "caches") if stage.fills else ("machine",)
-            same = all(event[name] == self._key[name] for name in names)
+            same = all(event[n] == here[n] for n in here if n != "caches" or stage.fills)
             done = event["state"] == DONE and event["status"] in good and not stage.again
             if stage.name == event["stage"] and same and done:
                 found.add(stage.name)
@@ -367,42 +354,39 @@ def stage_table(stages: Sequence[Stage], seconds: float, places: dict[str, Any])
     return aligned(lines)
 
 
-def wrong(folder: Path, run: Stages | None, rows: Sequence[Row]) -> list[str]:
-    """What is wrong: stages, cases, configs, rows of ours. Equal faults share a line."""
-    found: dict[str, list[str]] = {}
-    for ending in run.endings if run else ():
-        if ending.failed:
-            found.setdefault(f"exit status {ending.status}", []).append(f"stage {ending.stage}")
+def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str], str]:
+    """What ends a run: what is wrong (stages, cases, configs, rows of ours; equal faults share a
+    line), what had no time, and the table of the goals."""
+    wrong: dict[str, list[str]] = {}
+
+    def add(why: str, name: str) -> None:
+        wrong.setdefault(why, []).append(name)
+
+    endings = run.endings if run else []
+    for ending in (e for e in endings if e.failed):
+        add(f"exit status {ending.status}", f"stage {ending.stage}")
     for line in ResultsCache(folder / CHECKED).lines:
         if "tensors" in line:
             result = Result.from_dict(line)
             if not result.passed:
-                found.setdefault(result.why, []).append(f"check {result.name}, {result.dtype}")
+                add(result.why, f"check {result.name}, {result.dtype}")
         elif line.get("fault"):
             config = " ".join(f"{k}={v}" for k, v in (line["config"] or {}).items())
-            name = f"config {line['table']} [{config}], {line['case']}"
-            found.setdefault(line["fault"], []).append(name)
-    for row in bad_rows(rows):
-        where, what = describe(row).rsplit(f"{row.provider}: ", 1)
-        found.setdefault(row.note or what, []).append(f"{where}{row.provider}")
-    return [
-        f"{names[0]}: {why}"
-        if len(names) == 1
-        else f"{len(names)} times: {why}: {'; '.join(names)}"
-        for why, names in found.items()
-    ]
-
-
-def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str], str]:
-    """What ends a run: lines of what is wrong, of what had no time, and the table of the goals."""
+            add(line["fault"], f"config {line['table']} [{config}], {line['case']}")
     rows = read_rows(folder) if (folder / RESULTS).exists() else []
-    unfinished = [
-        f"stage {ending.stage}: {ending.state} after {ending.seconds:.0f} s"
-        for ending in (run.endings if run else ())
-        if ending.state != DONE and not ending.failed
+    for row in bad_rows(rows):
+        where, what = row.describe().rsplit(f"{row.provider}: ", 1)
+        add(row.note or what, f"{where}{row.provider}")
+    found = [
+        f"{len(names)} times: {why}: {'; '.join(names)}" if names[1:] else f"{names[0]}: {why}"
+        for why, names in wrong.items()
     ]
-    table = "\n".join(["", targets.table(rows), "", conditions(rows)])
-    return wrong(folder, run, rows), unfinished, table
+    unfinished = [
+        f"stage {e.stage}: {e.state} after {e.seconds:.0f} s"
+        for e in endings
+        if e.state != DONE and not e.failed
+    ]
+    return found, unfinished, "\n".join(["", targets.table(rows), "", conditions(rows)])
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -417,11 +401,9 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
             "torch sees no GPU, so nothing was run and nothing was written; --dry-run lists the "
             "stages, and `fastvit-kernels check` runs the kernels in Triton's interpreter"
         )
-    for name in (EVENTS, RESULTS):
-        if (folder / name).exists() and not arguments.resume:
-            raise CommandError(
-                f"{folder / name} exists: --resume goes on, another --out starts anew"
-            )
+    for path in (folder / EVENTS, folder / RESULTS):
+        if path.exists() and not arguments.resume:
+            raise CommandError(f"{path} exists: --resume goes on, another --out starts anew")
     todo = Stages(
         stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
         sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,

@@ -7,14 +7,15 @@ has the ratios alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from bench.measure import COPY, SETTLED
 from bench.models import EAGER_GRAPH, missing_option
-from bench.providers import BASELINE, SEARCH
-from bench.roofs import COPY, SETTLED
-from bench.rows import FAILED, OK, ROOF, Row, fastest, like_times
+from bench.ops import BASELINE, SEARCH, has_part
+from bench.rows import FAILED, OK, ROOF, Row, fastest
 from fastvit_kernels.commands.console import aligned
 
 GPUS = ("H100", "H200")  # that the goals are for
@@ -22,18 +23,10 @@ SDPA = (
     "sdpa-flash", "sdpa-cudnn", "sdpa-flash-unpacked", "sdpa-cudnn-unpacked", "sdpa-efficient",
     "flash_attn", "flash_attn_3", "flash_attn_4",
 )  # fmt: skip
-AUTOTUNED = (SEARCH,)
-OURS = ("ours", "ours-")
-SWAPPED = ("swapped", "swapped+")
 VIT_B = "timm-ViT-B-224-B256"
 OF_VIT_B = "ViT-B-B128-T197-C768-H12"
 PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
 SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
-
-
-def has_part(shape: str, part: str) -> bool:
-    """Whether a shape's id has these parts, whole."""
-    return f"-{part}-" in f"-{shape}-"
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Claim:
     least: float
     peers: tuple[str, ...] = ()
     kind: str = "time"
-    ours: tuple[str, ...] = OURS
+    ours: tuple[str, ...] = ("ours", "ours-")
     dtype: str = "bf16"
 
     def has(self, row: Row) -> bool:
@@ -85,88 +78,65 @@ def _attention(name: str, tokens: Sequence[int], least: float) -> tuple[Claim, .
     )
 
 
-def _norm(op: str) -> tuple[Claim, ...]:
-    return tuple(
-        Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
-        for mode, least in (("fwd", 0.85), ("bwd", 0.75))
-    )
-
-
 def _step(
-    name: str, shape: str, least: float, peers: tuple[str, ...], **options: str | tuple[str, ...]
-) -> Claim:
-    settings: dict = {"ours": SWAPPED, "dtype": "amp", **options}
-    return Claim(name, "vit", "train", (shape,), least, peers, **settings)
+    name: str, shape: str, least: float, *peers: str, kind: str = "time",
+    ours: tuple[str, ...] = ("swapped", "swapped+"),
+) -> Claim:  # fmt: skip
+    return Claim(name, "vit", "train", (shape,), least, peers, kind, ours, "amp")
 
 
 GOALS = (
     Goal(
         "attention forward and backward, D = 64, T = 197 and 257",
         "best forced SDPA backend (cuDNN, flash; qkv packed or not), FA3 and FA4 if installed",
-        "1.3x",
-        _attention("197, 257", SHORT_T, 1.3),
+        "1.3x", _attention("197, 257", SHORT_T, 1.3),
     ),
     Goal("the same, T = 577 to 4097", "the same", "1.0x", _attention("577..4097", LONG_T, 1.0)),
     Goal(
         "layer_norm and rms_norm, forward / backward", "copy roof", "85 % / 75 %",
-        (*_norm("layer_norm"), *_norm("rms_norm")),
+        tuple(
+            Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
+            for op in ("layer_norm", "rms_norm") for mode, least in (("fwd", 0.85), ("bwd", 0.75))
+        ),
     ),
     Goal(
         "MLP forward + backward, exact GELU; SwiGLU", "torch.compile max-autotune", "1.15x",
-        (
-            Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, AUTOTUNED),
-            Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, AUTOTUNED),
-        ),
+        (Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
+         Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,))),
     ),
     Goal(
         "rope + qk-norm forward + backward", "torch.compile", "1.3x",
-        (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", *AUTOTUNED)),),
+        (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", SEARCH)),),
     ),
     Goal(
         "patch_embed forward", "conv2d (cudnn.benchmark) + cat + add", "2x",
-        (
-            Claim(
-                "patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0,
-                (BASELINE, "eager, cudnn.benchmark"),
-            ),
-        ),
+        (Claim("patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0,
+               (BASELINE, "eager, cudnn.benchmark")),),
     ),
     Goal(
         "ViT-B/16 224 training step, fp32 parameters, bf16 autocast, batch 256",
         "eager, both as they are or both as graphs / max-autotune / sustained matmul roof",
         "1.6x / 1.2x / 60 %",
-        (
-            _step("ViT-B step, eager", VIT_B, 1.6, (BASELINE,), ours=("swapped",)),
-            _step("ViT-B step, graphs", VIT_B, 1.6, (EAGER_GRAPH,), ours=("swapped+graph",)),
-            _step("ViT-B step, max-autotune", VIT_B, 1.2, AUTOTUNED),
-            _step("ViT-B step, matmul roof", VIT_B, 0.6, (), kind="matmul"),
-        ),
+        (_step("ViT-B step, eager", VIT_B, 1.6, BASELINE, ours=("swapped",)),
+         _step("ViT-B step, graphs", VIT_B, 1.6, EAGER_GRAPH, ours=("swapped+graph",)),
+         _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
+         _step("ViT-B step, matmul roof", VIT_B, 0.6, kind="matmul")),
     ),
     Goal(
         "ViT-Ti/16, S/16 training step; DINOv3 ViT-B", "max-autotune", "1.5x; 1.3x",
-        (
-            _step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, AUTOTUNED),
-            _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, AUTOTUNED),
-            _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, AUTOTUNED),
-        ),
+        (_step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
+         _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
+         _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH)),
     ),
     Goal(
         'peak memory of ViT-B, batch 256: default; memory="low"', "eager", "0.8x; 0.6x",
-        (
-            _step("peak memory", VIT_B, 0.8, (BASELINE,), kind="memory", ours=("swapped",)),
-            _step(
-                "peak memory, low", VIT_B, 0.6, (BASELINE,), kind="memory", ours=("swapped-low",),
-            ),
-        ),
+        (_step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
+         _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",))),
     ),
     Goal(
         "ViT-L training step with drop_path 0.4, skipped", "the same without skipping", "1.3x",
-        (
-            _step(
-                "ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, ("swapped",),
-                ours=("swapped-skip",),
-            ),
-        ),
+        (_step("ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, "swapped",
+               ours=("swapped-skip",)),),
     ),
 )  # fmt: skip
 
@@ -193,9 +163,7 @@ class Verdict:
 
     @property
     def met(self) -> bool:
-        if self.ratio is None:
-            return False
-        over = self.ratio - self.claim.least
+        over = math.nan if self.ratio is None else self.ratio - self.claim.least
         return over <= 0 if self.claim.kind == "memory" else over >= 0
 
     @property
@@ -214,30 +182,28 @@ def _best(rows: Iterable[Row], kind: str) -> Row | None:
 
 def _roof(rows: Sequence[Row], kind: str) -> float | None:
     """GB/s of the copy, TFLOP/s of the matmul that runs for long."""
-    mode = COPY if kind == "copy" else SETTLED
-    found = (r for r in rows if r.op == ROOF and r.mode == mode and r.status == OK)
-    row = next((r for r in found if r.dtype in ("uint8", "bf16")), None)
-    return None if row is None else row.gbps if kind == "copy" else row.tflops
+    mode, dtype = (COPY, "uint8") if kind == "copy" else (SETTLED, "bf16")
+    found = (r for r in rows if (r.op, r.mode, r.dtype, r.status) == (ROOF, mode, dtype, OK))
+    return next((r.gbps if kind == "copy" else r.tflops for r in found), None)
 
 
 def _of_case(claim: Claim, shape: str, own: Sequence[Row], roof: float | None) -> Verdict:
-    mine = [r for r in own if _is(r.provider, claim.ours)]
+    mine, kind = [r for r in own if _is(r.provider, claim.ours)], claim.kind
     # A peer that breaks the 2x rule is still what ours is measured against.
-    peers = [r for r in own if _is(r.provider, claim.peers) and r.status in (OK, FAILED)]
-    ours = _best((r for r in mine if r.status == OK), claim.kind)
-    peer = _best(peers, claim.kind)
+    peers = (r for r in own if _is(r.provider, claim.peers) and r.status in (OK, FAILED))
+    ours, peer = _best((r for r in mine if r.status == OK), kind), _best(peers, kind)
     if ours is None:
         why = next((f"{r.status}: {r.note}" for r in mine if r.status != OK), "not measured")
         return Verdict(claim, shape, peer=peer, open=why)
-    if claim.kind in ("copy", "matmul"):
-        rate = ours.gbps if claim.kind == "copy" else ours.tflops
+    if kind in ("copy", "matmul"):
+        rate = ours.gbps if kind == "copy" else ours.tflops
         ratio = None if roof is None or rate is None else rate / roof
         return Verdict(claim, shape, ours, None, ratio, "no roof measured")
     if peer is None:
         return Verdict(claim, shape, ours, open="no peer measured")
-    if claim.kind == "memory":
+    if kind == "memory":
         return Verdict(claim, shape, ours, peer, (ours.peak_mib or 0) / (peer.peak_mib or 1))
-    times = like_times(ours, peer)
+    times = ours.like_times(peer)
     return Verdict(claim, shape, ours, peer, times[1] / times[0] if times else None, "no time")
 
 
@@ -253,8 +219,8 @@ def verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
     wrong = [v for v in found if v.ratio is None and v.ours is None and v.open != "not measured"]
     if wrong or not known:
         return (wrong or found)[0]
-    memory = claim.kind == "memory"
-    return (max if memory else min)(known, key=lambda v: v.ratio or 0.0)
+    worst = max if claim.kind == "memory" else min
+    return worst(known, key=lambda v: v.ratio or 0.0)
 
 
 def absent(claim: Claim) -> str:
@@ -273,21 +239,14 @@ def _measured(row: Row | None, kind: str) -> str:
     return f"{value} {row.provider}{'*' * (row.status == FAILED)}"
 
 
-def _share(rows: Sequence[Row], v: Verdict) -> str:
-    if v.ours is None:
-        return ""
-    share, roof = v.ours.roof_share, v.ours.roof
-    if v.claim.op == "vit":  # a step is held against what the GPU sustains
-        most, roof = _roof(rows, "matmul"), "matmul"
-        share = v.ours.tflops / most if most and v.ours.tflops else None
-    return "" if share is None else f"{100 * share:.0f} % {roof}"
-
-
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """The table that ends a run, below HEADER: a line for each claim."""
-    found = []
+    found, sustained = [], _roof(rows, "matmul")
     for claim in (claim for goal in GOALS for claim in goal.claims):
         v = verdict(claim, rows)
+        share, roof = (v.ours.roof_share, v.ours.roof) if v.ours else (None, "")
+        if v.ours and claim.op == "vit":  # a step is held against what the GPU sustains
+            share, roof = (v.ours.tflops or 0.0) / (sustained or math.inf), "matmul"
         where = re.search(r"(?<=-)T\d+", v.shape) if len(claim.shapes) > 1 else None
         of_roof = claim.kind in ("copy", "matmul")
         found.append(
@@ -296,7 +255,8 @@ def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 f"{100 * claim.least:.0f} % {claim.kind}" if of_roof else f"{claim.least:g}x",
                 _measured(v.ours, claim.kind),
                 _measured(v.peer, claim.kind) if claim.peers else "roof",
-                "" if v.ratio is None else f"{v.ratio:.2f}", _share(rows, v), v.word,
+                "" if v.ratio is None else f"{v.ratio:.2f}",
+                f"{100 * share:.0f} % {roof}" if share else "", v.word,
             )
         )  # fmt: skip
     return found
@@ -311,11 +271,8 @@ def goal_lines(rows: Sequence[Row]) -> list[list[str]]:
     found = []
     for goal in GOALS:
         verdicts = [verdict(claim, rows) for claim in goal.claims]
-        cells = [
-            f"{v.claim.name}: {v.ratio:.2f} {v.word}" if v.ratio is not None else
-            f"{v.claim.name}: {v.word}"
-            for v in verdicts
-        ]  # fmt: skip
+        ratios = ("" if v.ratio is None else f"{v.ratio:.2f} " for v in verdicts)
+        cells = [f"{v.claim.name}: {r}{v.word}" for v, r in zip(verdicts, ratios, strict=True)]
         measured = "not yet" if all(v.ours is None for v in verdicts) else "; ".join(cells)
         found.append([goal.work, goal.against, goal.least, measured])
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 
-from bench import measure, models, report, roofs
+from bench import measure, models, report
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
@@ -35,7 +35,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
                         row, ms=ms, ms_p20=0.98 * ms, ms_p80=1.02 * ms, speedup=1 / (1 + 0.1 * i),
                         **about,
                     )  # fmt: skip
-                    rows.append(measure.with_rates(row, op, shape, roofs.Roofs.of(rows[:2])))
+                    rows.append(measure.with_rates(row, op, shape, measure.Roofs.of(rows[:2])))
     for j, model in enumerate("SBL"):
         case = Case("timm", model, 224, 128)
         for i, provider in enumerate(WAYS):
@@ -88,7 +88,8 @@ def test_a_full_disk_leaves_what_was_there(name, tmp_path):
 def test_failed_competitors_are_drawn_hollow(tmp_path):
     """A picture without them would say that nobody else had tried."""
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    report._bars(axes, {"ViT": {"eager": 1.0, "compile": 2.0}}, "", "", "%f", {("ViT", "compile")})
+    bars = [("ViT", "eager", 1.0, False), ("ViT", "compile", 2.0, True)]
+    report._bars(axes, bars, "", "", "%f")
     assert [bar.get_facecolor()[3] for bar in axes.patches] == [1.0, 0.0]
     row = Row("mlp", "liger_kernel", "a", "bf16", "both", T=50, ms=1.0)
     assert report._measured([replace(row, status=FAILED)])

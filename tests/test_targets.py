@@ -17,8 +17,7 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import plan, report, targets
 from bench.models import EAGER_GRAPH, WAYS, missing_option
-from bench.ops import OPS
-from bench.providers import SEARCH, T_SWEEP, Provider, Shape
+from bench.ops import OPS, SEARCH, T_SWEEP, Provider, Shape
 from bench.rows import ERROR, FAILED, Row
 from bench.targets import GOALS, Claim, verdict
 
@@ -158,7 +157,7 @@ def test_the_table_of_goals():
 def measured(claim: Claim):
     """Providers of the tasks' keys that belong to a claim, by shape."""
     found: dict[str, set[str]] = {}
-    for task in plan.target_tasks():
+    for task in plan.targets():
         for op, provider, shape, dtype, mode in task.keys:
             if claim.has(Row(op, provider, shape, dtype, mode)):
                 found.setdefault(shape, set()).add(provider)
@@ -190,7 +189,7 @@ def ran(monkeypatch):
 
 
 def test_what_is_compared_is_in_the_same_task(ran):
-    found = plan.target_tasks()
+    found = plan.targets()
     for task in found:
         assert task.renews
         task.run(list(dict.fromkeys(key[1] for key in task.keys)), bench())
@@ -200,13 +199,13 @@ def test_what_is_compared_is_in_the_same_task(ran):
             assert {key[1] for key in task.keys} == {SEARCH}
     keys = [key for task in found for key in task.keys]
     assert len(set(keys)) == len(keys)
-    (part,) = plan.target_tasks(["patch_embed"])
+    (part,) = plan.targets(["patch_embed"])
     assert part.title.startswith("patch_embed")
 
 
 def test_a_models_ratio_is_of_the_same_turns(ran):
     """A later task that measures ours again must measure what it is held against, too."""
-    for task in plan.target_tasks():
+    for task in plan.targets():
         if task.keys[0][0] == "vit":
             task.run([key[1] for key in task.keys], bench())
     for claim in (c for c in CLAIMS if c.op == "vit" and c.kind == "time"):
@@ -258,15 +257,13 @@ def test_a_way_that_swap_in_does_not_know_is_not_planned(monkeypatch):
 
 def test_what_tells_most_comes_first_and_a_hang_costs_little():
     """A hang in the first task took all the time of a run."""
-    found = [task.title for task in plan.target_tasks()]
+    found = [task.title for task in plan.targets()]
     assert [re.findall(r"T\d+", title)[0] for title in found[:2]] == ["T197", "T257"]
     if any("ViT-L" in title for title in found):
         assert "drop0.4" in found[2]
     searches = ["max-autotune" in title for title in found]
     assert searches == sorted(searches)  # the searches last
-    assert all(
-        task.seconds <= 60 for task in plan.target_tasks() if "max-autotune" not in task.title
-    )
+    assert all(task.seconds <= 60 for task in plan.targets() if "max-autotune" not in task.title)
 
 
 def test_both_layouts_of_sdpa_are_peers():
