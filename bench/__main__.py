@@ -31,6 +31,7 @@ from bench.run import MOST_RESTARTS, Machine, run, run_without_gpu, this_machine
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
+from tests.check.isolated import Job, python
 
 MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
@@ -95,7 +96,6 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
 def main(
     argv: Sequence[str] | None = None, machine: Machine | None = None, started: float | None = None
 ) -> int:
-    """Run one command; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["all", *words]
@@ -130,8 +130,9 @@ def _run(
     if machine is None and command in ("targets", "warm"):
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     if command == "warm":
-        work, budget = session.warm_jobs(targets()), arguments.time_budget or math.inf
-        return session.run_warm(work, arguments.jobs, budget, arguments.out)
+        jobs = [Job(t.title, python("bench.session", f"{n}")) for n, t in enumerate(targets())]
+        budget = arguments.time_budget or math.inf
+        return session.run_warm(jobs, arguments.jobs, budget, arguments.out)
     asked = ("shape", "mode", "dtype", "provider", "time_budget")
     if command == "attention" and all(getattr(arguments, name) is None for name in asked):
         # what most ask: speed over T next to SDPA, in five minutes

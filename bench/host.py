@@ -52,11 +52,11 @@ class Case:
 
 
 def cases(device: torch.device) -> dict[str, Case]:
-    """By op name, from the registry: the tensors that most models give."""
     return {name: _case(op, device) for name, op in OPS.items()}
 
 
 def _case(op: Op, device: torch.device) -> Case:
+    """With the tensors that most models give."""
     sizes, unusual = op.at(SIZES), tuple(n for n, arg in op.args.items() if not arg.usual)
     given = op.inputs(Example(sizes, without=unusual), Draw(device, torch.float32))
     inputs = {

@@ -159,8 +159,6 @@ def model_errors(actual: Tensors, yardstick: Tensors, oracle: Tensors) -> list[E
 
 @dataclass
 class Bench:
-    """What a run's measurements share."""
-
     device: torch.device
     timer: Timer
     roofs: Roofs
@@ -191,6 +189,9 @@ class Entry(Contender):
     peak_mib: float | None = None
     kept_mib: float | None = None
 
+    def call(self, **inputs: Tensor) -> Any:
+        return self.function(**self.provider.takes(inputs))
+
     def warm_up(self, timer: Timer, turn_ms: float, least: int, most: int, *, flush: bool) -> float:
         """Run it, note its memory, count the samples of a turn. Returns: ms."""
         for _ in range(WARM_UP):
@@ -201,7 +202,6 @@ class Entry(Contender):
         return ms
 
     def finish(self, row: Row) -> Row:
-        """The row with status, memory and times."""
         row = replace(
             row, status=self.outcome.status, note=self.outcome.note, peak_mib=self.peak_mib,
             kept_mib=self.kept_mib,
@@ -222,7 +222,6 @@ class Entry(Contender):
 
 
 def failed(row: Row, error: Exception, timer: Timer) -> Row:
-    """The row that says why there are no times."""
     status, note = failure(error, timer)
     return replace(row, status=status, note=note)
 
@@ -267,7 +266,12 @@ def measure_op(
     """
     with convolutions_like_matmuls():  # of every provider: the yardstick's precision
         providers = [p for p in op.providers(shape, dtype) if p.name in (*names, BASELINE)]
-        entries = _entries(providers, bench)
+        entries = [Entry(p.name, _absent, p.context, provider=p) for p in providers]
+        if any(p.compiled for p in providers):
+            torch.compiler.reset()  # once: a second would throw away what the first has compiled
+        for entry in entries:
+            with attempt(entry, bench.timer):  # a peer of another version may raise
+                entry.function = entry.provider.make()
         try:
             inputs = op.inputs(shape, Draw(bench.device, DTYPES.get(dtype, torch.float32)))
             upstream = _compare(op.reference(shape, dtype), inputs, entries, bench)
@@ -295,34 +299,18 @@ def measure_op(
             bench.timer.clear()
 
 
-def _entries(providers: Sequence[Provider], bench: Bench) -> list[Entry]:
-    entries = [Entry(p.name, _absent, p.context, provider=p) for p in providers]
-    if any(provider.compiled for provider in providers):
-        torch.compiler.reset()  # once: a second would throw away what the first has compiled
-    for entry in entries:
-        with attempt(entry, bench.timer):  # a peer of another version may raise
-            entry.function = entry.provider.make()
-    return entries
-
-
 def _compare(
     specification: Function, inputs: Inputs, entries: list[Entry], bench: Bench
 ) -> Sequence[Tensor]:
     """Judge everybody by the 2x rule. Returns: the upstream gradients of the timed backwards."""
 
-    def judge(entry: Entry) -> None:
-        def function(**inputs: Tensor) -> Any:
-            return entry.function(**entry.provider.takes(inputs))
-
-        bench.at_work(entry.name)
-        with attempt(entry, bench.timer), judged(entry.context(), entry.provider.ours):
-            entry.outcome = judge_op(function, reference, entry.provider.backward)
-
     alive = [entry for entry in entries if entry.is_alive]
     try:
         reference = Reference(specification, inputs)
         for entry in alive:
-            judge(entry)
+            bench.at_work(entry.name)
+            with attempt(entry, bench.timer), judged(entry.context(), entry.provider.ours):
+                entry.outcome = judge_op(entry.call, reference, entry.provider.backward)
         return reference.upstream
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None

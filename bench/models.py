@@ -7,11 +7,10 @@ of the flow picture.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,7 +112,6 @@ class NamedCase(Case):
 
 @functools.lru_cache(maxsize=4)
 def on_meta(case: Case) -> nn.Module:
-    """The model without weights, for what follows from shapes."""
     return build(case, torch.device("meta")).eval()
 
 
@@ -157,12 +155,10 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
-    """How a provider runs a model."""
-
     swapped: bool = False
     compile_mode: str | None = None
     graph: bool = False
-    options: tuple[tuple[str, str], ...] = ()  # of swap_in
+    options: Mapping[str, Any] = field(default_factory=dict)  # of swap_in
 
     def context(self) -> AbstractContextManager[Any]:
         return backend("triton") if self.swapped else nullcontext()
@@ -177,28 +173,20 @@ WAYS = {
     "compile": Way(compile_mode="default"),
     "swapped+compile": Way(swapped=True, compile_mode="default"),
     SEARCH: Way(compile_mode="max-autotune"),
-    "swapped-low": Way(swapped=True, options=(("memory", "low"),)),
-    "swapped-skip": Way(swapped=True, options=(("drop_path", "skip"),)),
+    "swapped-low": Way(swapped=True, options={"memory": "low"}),
+    "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
 }
-
-
-def missing_option(name: str) -> str:
-    """What swap_in lacks for a way; nothing if the way can be had."""
-    known = inspect.signature(swap_in).parameters
-    options = WAYS[name].options if name in WAYS else ()
-    return next((f"swap_in has no {n}={v!r}" for n, v in options if n not in known), "")
 
 
 class Runner:
     """A model with its optimizer, a batch, and one step of training or inference."""
 
     def __init__(self, case: Case, way: Way, device: torch.device):
-        self.case, self.way, self.device = case, way, device
+        self.case, self.way = case, way
         self.model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
         self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
         if way.swapped and not self.is_own:
-            options: Any = dict(way.options)
-            report = swap_in(self.model, **options)
+            report = swap_in(self.model, **way.options)
             if report.level == "none":
                 raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
         self.forward: Callable[..., Any] = self.model
@@ -219,7 +207,7 @@ class Runner:
         amp = self.case.dtype == "amp"
         plain = self.is_own and not self.way.swapped
         with (
-            torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext(),
+            torch.autocast(self.images.device.type, torch.bfloat16) if amp else nullcontext(),
             backend("torch") if plain else nullcontext(),
         ):
             out = self.forward(self.images)
@@ -238,7 +226,6 @@ class Runner:
         return loss.detach()
 
     def step(self) -> Tensor:
-        """The gradients, then AdamW."""
         result = self.gradients()
         if self.case.trains:
             self.optimizer.step()
@@ -254,14 +241,7 @@ class Runner:
             return self.gradients()
 
         replay = timer.capture(Step(lambda: None, run))
-        if not self.case.trains:
-            return replay
-
-        def replay_and_update() -> None:
-            replay()
-            self.optimizer.step()
-
-        return replay_and_update
+        return (lambda: (replay(), self.optimizer.step())) if self.case.trains else replay
 
     def resident_mib(self) -> float:
         """Memory of parameters, optimizer state and batch, which stays from step to step."""

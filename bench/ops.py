@@ -131,7 +131,6 @@ def vits() -> Iterator[Shape]:
 
 
 def token_sweep(most: int = T_SWEEP[-1]) -> Iterator[Shape]:
-    """T at constant B T, the other sizes ViT-B's."""
     C, _, H, F = VITS["B"]
     return (Shape("sweep-T", batch(T), T, C, H, F, tier=2) for T in T_SWEEP if most >= T)
 
@@ -215,7 +214,6 @@ class Provider:
 
 
 def plain(name: str, function: Function, **options: Any) -> Provider:
-    """A function that is there already."""
     return Provider(name, lambda: function, **options)
 
 
@@ -266,7 +264,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def gemm_routes(function: Function) -> list[Provider]:
-    """Ours with every GEMM that has an epilogue on one route."""
     return [
         ours(f"ours-{route}", function, functools.partial(forced_route, route))
         for route in ("library", "triton")
@@ -324,7 +321,8 @@ class Op:
     moved: by variant ("" for the others) names of the tensors that a forward and a backward move.
     peers: all providers but eager, ours and the compiled one; given the functions of the first two.
     usual: what PyTorch's users call, if not the specification.
-    long: the specification in float64 where T is above LONG_T: its scores are (B, H, T, T).
+    long: the specification in float64 where T is above LONG_T, given the shape too: its scores are
+        (B, H, T, T).
     sizes: those that a ViT's do not give. options: arguments that are no tensors.
     given: tensors, if not those that most models give.
     """
@@ -335,7 +333,7 @@ class Op:
     moved: Mapping[str, tuple[str, str]]
     peers: Callable[[Shape, str, Function, Function], list[Provider]] = lambda *_: []
     usual: Function | None = None
-    long: Callable[[Shape], Function] | None = None
+    long: Function | None = None
     compiled: Callable[[Shape], Function] | None = None
     sizes: Callable[[Shape], dict[str, Any]] = lambda shape: {}
     options: Callable[[Shape], dict[str, Any]] = lambda shape: {}
@@ -347,7 +345,6 @@ class Op:
         return cases.OPS[self.name]
 
     def example(self, shape: Shape) -> op.Example:
-        """Its sizes and which tensors are given."""
         sides, args = (shape.size, shape.size), self.entry.args
         sizes = op.Sizes(shape.B, shape.T, shape.C, shape.H, shape.F, sides, shape.patch or 1)
         given = self.given(shape) or tuple(n for n, arg in args.items() if arg.usual)
@@ -370,19 +367,20 @@ class Op:
         settings = self.entry.settings_of(example.sizes, draw.device)
         return leaves | {n: x for n, x in settings.items() if isinstance(x, Tensor)}
 
-    def _with_options(self, function: Function, shape: Shape) -> Function:
+    def with_options(self, function: Function, shape: Shape) -> Function:
+        """With the arguments that are no tensors."""
         settings = self.entry.settings_of(self.example(shape).sizes, torch.device("cpu"))
         options = {n: x for n, x in settings.items() if not isinstance(x, Tensor)}
         return functools.partial(function, **options, **self.options(shape))
 
     def reference(self, shape: Shape, dtype: str) -> Function:
         """The specification; a norm's rounds under amp, but for the oracle."""
-        whole = self._with_options(self.entry.specification, shape)
+        whole = self.with_options(self.entry.specification, shape)
         if dtype == "amp":
             whole = functools.partial(whole, out_dtype=torch.bfloat16)
         if self.long is None or shape.T <= LONG_T:
             return whole
-        by_parts = self.long(shape)
+        by_parts = functools.partial(self.long, shape)
 
         def specification(**inputs: Tensor) -> Any:
             low = next(iter(inputs.values())).dtype is not torch.float64
@@ -393,8 +391,8 @@ class Op:
     def providers(self, shape: Shape, dtype: str) -> list[Provider]:
         """Eager, peers, ours, and what the compiler makes of eager, also after its search: without
         its CUDA graphs, for `graph_ms` replays every provider through one of ours."""
-        torch_ = self.usual or self._with_options(self.entry.specification, shape)
-        fused = self._with_options(self.entry.function, shape)
+        torch_ = self.usual or self.with_options(self.entry.specification, shape)
+        fused = self.with_options(self.entry.function, shape)
         peers = self.peers(shape, dtype, torch_, fused)
         if dtype == "amp":
             peers, exact = [], torch_
@@ -498,35 +496,29 @@ def by_head(qkv: Tensor) -> Tensor:
     return torch.cat(heads, dim=2)
 
 
-def _projected_by_head(shape: Shape) -> Function:
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return by_head(F.linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)))
-
-    return run
+def _projected_by_head(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return by_head(F.linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)))
 
 
-def _packed_by_head(shape: Shape) -> Function:
-    def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        parts = qkv.unsqueeze(0).split(lengths(shape), dim=1)
-        return torch.cat([by_head(part) for part in parts], dim=1).squeeze(0)
-
-    return run
+def _packed_by_head(shape: Shape, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+    parts = qkv.unsqueeze(0).split(lengths(shape), dim=1)
+    return torch.cat([by_head(part) for part in parts], dim=1).squeeze(0)
 
 
 def _in_parts(shape: Shape, linear: Function, rope: Function, attend: Function) -> Function:
     """rope_attention as projection, RoPE and attention of (q, k, v)."""
-    sizes = _rope_sizes(shape)
-    options = dict(prefix_tokens=sizes["prefix"], norm=sizes["norm"], **_rope_options(shape))
+    turn = OPS["rope"].with_options(rope, shape)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor, **tables: Tensor) -> Tensor:
         q, k, v = linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)).unbind(2)
-        return attend(*rope(q, k, **tables, **options), v)
+        return attend(*turn(q, k, **tables), v)
 
     return run
 
 
-def _turned_by_head(shape: Shape) -> Function:
-    return _in_parts(shape, F.linear, rope_ref, lambda *qkv: by_head(torch.stack(qkv, 2)))
+def _turned_by_head(shape: Shape, **inputs: Tensor) -> Tensor:
+    parts = _in_parts(shape, F.linear, rope_ref, lambda *qkv: by_head(torch.stack(qkv, 2)))
+    return parts(**inputs)
 
 
 def _rope_sizes(shape: Shape) -> dict[str, Any]:
@@ -597,11 +589,6 @@ def _gated_mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
 
     peers = [_stored(fused), imported("liger_kernel", "liger_kernel.ops.swiglu", liger)]
     return peers[:1] if shape.variant == "norm" else peers
-
-
-def _searched(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    searched = functools.partial(replaced, torch.backends.cudnn, "benchmark", True)
-    return [plain("eager, cudnn.benchmark", torch_, context=searched)]
 
 
 def _other_ways(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
@@ -797,7 +784,7 @@ OPS = {
         ),
         Op(
             "attention", lambda: (*vits(), *token_sweep(), *head_sweep(197, 577, 1025)),
-            _attention, {"": _QKV}, _attention_peers, long=lambda shape: by_head,
+            _attention, {"": _QKV}, _attention_peers, long=lambda shape, qkv: by_head(qkv),
         ),
         Op(
             # the QKV projection and attention as one Function
@@ -835,7 +822,11 @@ OPS = {
         Op(
             # with a class token and positions; images need no gradient, as in training
             "patch_embed", vits, _patches,
-            {"": ("images weight pos_embed y", "images dweight dpos_embed dy")}, _searched,
+            {"": ("images weight pos_embed y", "images dweight dpos_embed dy")},
+            lambda shape, dtype, torch_, fused: [
+                plain("eager, cudnn.benchmark", torch_,
+                      context=lambda: replaced(torch.backends.cudnn, "benchmark", True))
+            ],
         ),
     )
 }  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import targets
+from bench import plan
 from bench.ops import BASELINE, OPS, SEARCH
 from bench.rows import (
     FAILED,
@@ -25,7 +25,7 @@ from bench.rows import (
     Row,
     by_case,
     conditions,
-    fastest,
+    least,
     read_rows,
 )
 from fastvit_kernels.commands.console import CommandError, aligned, require
@@ -81,8 +81,8 @@ def case_lines(rows: Iterable[Row]) -> list[list[str]]:
     measured = (r for r in rows if r.op in (*OPS, "vit") and (r.ms or r.status == FAILED))
     for key, found in by_case(measured).items():
         eager = next((r for r in found if r.provider == BASELINE), None)
-        peer = fastest(r for r in found if not r.is_ours and r.provider != BASELINE)
-        best = fastest(r for r in found if r.is_ours and r.status == OK)
+        peer = least(r for r in found if not r.is_ours and r.provider != BASELINE)
+        best = least(r for r in found if r.is_ours and r.status == OK)
         failed = ", ".join(r.provider for r in found if r.status == FAILED)
         line = [" ".join(key), ms(eager).partition(" ")[0], ms(peer), ms(best), "", "", ""]
         if best is not None:
@@ -101,7 +101,6 @@ def _other_lines(rows: Iterable[Row]) -> Iterator[list[str]]:
 
 
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
-    """What was measured, as sections of Markdown."""
     other = ("what", "shape", "dtype", "mode", "provider", "")
     found = [
         ("Cases", HEADER, case_lines(rows)), ("Also", other, [*_other_lines(rows)]),
@@ -112,17 +111,15 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
 
 
 def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
-    """summary.md of one run."""
     head = ["# Benchmark", "", conditions(rows) + ".", "", *(f"- {x}" for x in said), ""]
     return "\n".join([*head, *tables(rows)])
 
 
 def finish(results: Results, said: Sequence[str], console: Any, command: str) -> None:
-    """summary.md, the pictures, and the short table, or the goals'."""
     rows, folder = list(results.rows.values()), results.folder
     if command == "targets":  # no pictures: `plot` draws them when time is not short
         write_text(folder / SUMMARY, summary(rows, said))
-        print(targets.table(rows))
+        print(plan.claim_table(rows))
         return
     run_plot(rows, folder, console, said)
     if lines := case_lines(rows)[:MOST_LINES]:
@@ -177,8 +174,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
     print(aligned([header, *lines]))
-    good = {r.key for r in a if r.status == OK}
-    lost = [r for r in b if r.status != OK and r.key in good]
+    lost = [r for r in b if r.status != OK and r.key in {r.key for r in a if r.status == OK}]
     for row in lost:
         console.print(row.describe(), markup=False, soft_wrap=True)
     slower = sum(r.is_regression(threshold) for r in found)
@@ -192,11 +188,6 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
 
 Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
-NOTHING = (
-    "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
-    "in Triton's\ninterpreter and, compiled for sm_80 and sm_90, as PTX on a CPU; the compile gate "
-    "builds each for seven GPU targets."
-)
 HOST_NOTE = (
     "One thread, tiny tensors (`bench/host.py`). `no launch` does everything in a call but the "
     "launch; `eager` is\nPyTorch's own functions on the same tensors. Median (p20 to p80)."
@@ -215,7 +206,6 @@ def _pictures(folder: Path, name: str, up: str) -> list[str]:
 
 
 def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
-    """The generated part of docs/benchmarks.md."""
     text: list[str] = []
     for name, rows in results:
         text += [f"### {name}", "", conditions(rows) + ".", ""]
@@ -224,21 +214,20 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
         else:  # all that is measured without a GPU
             models = [r for r in rows if r.shape.startswith("swapped")]
             text += ["Host time per call. " + HOST_NOTE, "", *markdown(*host_table(models))]
-    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if targets.has_goals(r)]
-    goals = targets.goal_lines(measured)
+    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if plan.has_goals(r)]
+    goals = plan.goal_lines(measured)
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in turns:", ""]
     text += markdown(("work", "against", "at least", "measured"), goals)
     return "\n".join(text).strip()
 
 
 def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
-    """The generated part of README.md: what was measured on a GPU, or that nothing was."""
     shown = []
     for name, rows in results:
-        if _on_gpu(rows) and (decided := [line for line in targets.lines(rows) if line[4]]):
-            table, pictures = markdown(targets.HEADER, decided), _pictures(committed, name, "")
+        if _on_gpu(rows) and (decided := [line for line in plan.claim_lines(rows) if line[4]]):
+            table, pictures = markdown(plan.CLAIM_HEADER, decided), _pictures(committed, name, "")
             shown += [f"On {name}, in turns:", "", *table, *pictures[:2]]
-    return "\n".join(shown).strip() or NOTHING
+    return "\n".join(shown).strip()
 
 
 def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = README) -> int:
@@ -263,9 +252,7 @@ CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E
 WIDTH, DPI = 9.0, 110  # inches; 990 pixels
 
 Bar = tuple[str, str, float, bool]  # case, provider, height, whether it FAILED: hollow
-Panel = tuple[
-    Sequence[Bar], str, str, str
-]  # what is drawn, its unit, a title, the form of a figure
+Panel = tuple[Sequence[Bar], str, str, str]  # with their unit, a title, the form of a figure
 
 
 def _figure(height: float, title: str, rows: Sequence[Row]) -> Any:
@@ -291,8 +278,8 @@ def over_best_sdpa(rows: Sequence[Row], mode: str) -> dict[int, dict[int, float]
     cases = by_case(r for r in _measured(rows) if r.op == "attention" and r.dtype == "bf16")
     found: dict[int, dict[int, float]] = {}
     for (_, shape, _, of_mode), own in cases.items():
-        ours = fastest(r for r in own if r.is_ours and r.status == OK)
-        peer = fastest(r for r in own if r.provider in targets.SDPA)
+        ours = least(r for r in own if r.is_ours and r.status == OK)
+        peer = least(r for r in own if r.provider in plan.SDPA)
         if of_mode == mode and ours and peer and (times := peer.like_times(ours)):
             C, H = map(int, re.findall(r"-C(\d+)-H(\d+)", shape)[0])
             found.setdefault(C // H, {})[ours.T] = times[0] / times[1]
@@ -325,7 +312,6 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
 
 
 def _speeds(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Bar]:
-    """Eager's time over each provider's."""
     found = []
     for own in by_case(rows).values():
         eager = next((r for r in own if r.provider == BASELINE), None)
@@ -336,7 +322,6 @@ def _speeds(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Bar]:
 
 
 def _bars(axes: Any, bars: Sequence[Bar], label: str, title: str, form: str) -> None:
-    """Grouped bars."""
     groups, order = list(dict.fromkeys(group for group, *_ in bars)), [*COLORS]
     providers = sorted(
         dict.fromkeys(provider for _, provider, *_ in bars),
@@ -374,7 +359,7 @@ def _op_cases(rows: Sequence[Row]) -> list[Row]:
             found += named
             for name, ours in (("best peer", False), ("ours", True)):
                 side = [r for r in modes[mode] if r.is_ours == ours and r not in named]
-                best = fastest(r for r in side if r.status == OK) or fastest(side)
+                best = least(r for r in side if r.status == OK) or least(side)
                 found += [] if best is None else [replace(best, provider=name)]
     return found
 
@@ -391,7 +376,6 @@ def _panels(path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel]
 
 
 def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager of each op, at its first case of width 768."""
     shown = _op_cases(rows)
     bars = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
     names = list(dict.fromkeys(name for name, *_ in bars))
@@ -409,8 +393,6 @@ def _most_compared(rows: Iterable[Row]) -> list[Row]:
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager, peak memory, bytes kept for the backward."""
-
     def name(row: Row) -> str:
         shape = row.shape.replace(":", ":\n").replace("-ViT", "\nViT")
         return f"{shape}\n{row.dtype} {row.mode}"
@@ -430,7 +412,6 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
 
 
 def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
-    """Kernel time of a training step by stage, a panel for each model."""
     good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
     models: dict[str, list[Bar]] = {}
     for r in good:
@@ -445,13 +426,11 @@ PICTURES = {
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Every picture that these rows allow."""
     drawn = (draw(rows, folder / f"{name}.png") for name, draw in PICTURES.items())
     return [path for path in drawn if path is not None]
 
 
 def run_plot(rows: Sequence[Row], folder: Path, console: Any, said: Sequence[str] = ()) -> int:
-    """summary.md and the pictures."""
     folder = folder if folder.is_dir() else folder.parent
     write_text(folder / SUMMARY, summary(rows, said))
     try:

@@ -21,10 +21,7 @@ import torch
 
 from bench.ops import BASELINE
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.measure.gate import ERROR as ERROR
-from fastvit_kernels.measure.gate import FAILED as FAILED
-from fastvit_kernels.measure.gate import MEMORY as MEMORY
-from fastvit_kernels.measure.gate import OK as OK
+from fastvit_kernels.measure.gate import ERROR, FAILED, OK
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
@@ -125,7 +122,6 @@ class Row:
         return self if times is None else replace(self, speedup=times[1] / times[0])
 
     def describe(self) -> str:
-        """One line for the console."""
         where = f"{self.op} {self.shape} {self.dtype} {self.mode}: {self.provider}"
         if self.ms is None or self.status not in (OK, FAILED):
             return f"{where}: {self.status} {self.note}"
@@ -150,9 +146,10 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     return found
 
 
-def fastest(rows: Iterable[Row]) -> Row | None:
-    timed = [r for r in rows if r.device_ms]
-    return min(timed, key=lambda r: r.device_ms or 0.0, default=None)
+def least(rows: Iterable[Row], field: str = "device_ms") -> Row | None:
+    """The fastest; by another field, of the rows that have it the one with least."""
+    found = [r for r in rows if getattr(r, field)]
+    return min(found, key=lambda r: getattr(r, field), default=None)
 
 
 def bad_rows(rows: Sequence[Row]) -> list[Row]:
@@ -168,7 +165,6 @@ FIELDS = tuple(_KINDS)
 
 
 def as_line(row: Row) -> str:
-    """The row as one line of CSV."""
     text, values = io.StringIO(), (getattr(row, name) for name in FIELDS)
     cells = (f"{x:.6g}" if isinstance(x, float) else x for x in values)
     csv.writer(text, lineterminator="\n").writerow(cells)
@@ -216,40 +212,38 @@ class Results:
 
     def __init__(self, folder: Path, resume: bool):
         self.folder, self.path = folder, folder / RESULTS
+        if self.path.exists() and not resume:
+            raise CommandError(
+                f"{self.path} exists: --resume adds to it, another --out starts anew"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: dict[Key, Row] = {}
         self._trying, self._at_work = folder / TRYING, list[Key]()
-        if resume and self.path.exists():
-            former = read_rows(self.path)
-            self.rows = {row.key: row for row in former if not is_elsewhere(row)}
-            self._set_aside([row for row in former if is_elsewhere(row)])
+        former = read_rows(self.path) if self.path.exists() else []
+        self.rows = {row.key: row for row in former if not is_elsewhere(row)}
+        # A time of another machine is no peer of this one's, and no roof above it.
+        if aside := [row for row in former if is_elsewhere(row)]:
+            path = folder / ELSEWHERE
+            kept = read_rows(path) if path.exists() else []
+            write_text(path, as_csv({row.key: row for row in (*kept, *aside)}.values()))
         # Anew: the columns may have changed, and a crash may have torn the last line.
         write_text(self.path, as_csv(self.rows.values()))
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
         if resume and self._trying.exists():
-            self._give_up_former()
-
-    def _set_aside(self, rows: list[Row]) -> None:
-        """A time of another machine is no peer of this one's, and no roof above it."""
-        path = self.folder / ELSEWHERE
-        if rows:
-            former = read_rows(path) if path.exists() else []
-            write_text(path, as_csv({row.key: row for row in (*former, *rows)}.values()))
-
-    def _write(self, text: str) -> None:
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError as error:
-            with suppress(OSError):  # or Python says at its end that it cannot be
-                self._file.close()
-            raise unwritten(self.path, error) from error
+            keys = json.loads(self._trying.read_text(encoding="utf-8"))["keys"]
+            note = "the process of a former run ended here"
+            self.give_up(self.missing(map(tuple, keys)), TIMEOUT, note)
 
     def append(self, row: Row) -> None:
         """Add a row, on disk before this returns."""
         row = replace(row, **environment())
         self.rows[row.key] = row
-        self._write(as_line(row))
+        try:
+            self._file.write(as_line(row))
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):  # or Python says at its end that it cannot be
+                self._file.close()
+            raise unwritten(self.path, error) from error
 
     @contextmanager
     def trying(self, keys: Iterable[Key]) -> Iterator[None]:
@@ -264,11 +258,10 @@ class Results:
     def note(self, provider: str) -> None:
         """This provider is at work now; it alone is given up if the process is killed."""
         if self._at_work:
-            text = json.dumps({"keys": self._at_work, "provider": provider})
-            write_text(self._trying, text)
+            keys = [key for key in self._at_work if provider in ("", key[1])] or self._at_work
+            write_text(self._trying, json.dumps({"keys": keys}))
 
     def tried(self) -> None:
-        """What was at work has its rows."""
         self._at_work = []
         self._trying.unlink(missing_ok=True)
 
@@ -277,15 +270,6 @@ class Results:
         for op, provider, shape, dtype, mode in keys:
             self.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
         self.tried()
-
-    def _give_up_former(self) -> None:
-        try:
-            former = json.loads(self._trying.read_text(encoding="utf-8"))
-            keys, provider = [tuple(key) for key in former["keys"]], former["provider"]
-        except (ValueError, TypeError, KeyError):  # torn: nothing had begun
-            keys, provider = [], ""
-        keys = [key for key in keys if provider in ("", key[1])] or keys
-        self.give_up(self.missing(keys), TIMEOUT, "the process of a former run ended here")
 
     def missing(self, rows: Iterable[Key]) -> list[Key]:
         """Those keys that have no row yet, or one of ours that other sources have measured."""

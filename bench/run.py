@@ -24,7 +24,7 @@ from bench import plan, report
 from bench.host import measure_host
 from bench.measure import Bench, Roofs, measure_roof, planned_roofs
 from bench.plan import Task, Wanted, named_cases, tasks
-from bench.rows import ERROR, LOST, OK, RESULTS, TIMEOUT, Key, Results, bad_rows
+from bench.rows import ERROR, LOST, OK, TIMEOUT, Key, Results, bad_rows
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
@@ -184,8 +184,8 @@ def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
 
     Raises: CommandError if `--model`, `--batch`, `--img-size` and the rest do not fit together.
     """
-    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
-    given = {n: x for n, x in given.items() if x is not None}
+    names = ("model", "batch", "img_size")
+    given = {n: x for n in names if (x := getattr(arguments, n, None)) is not None}
     dtypes, modes = arguments.dtype or (), arguments.mode or ()
     if given and "model" not in given:
         raise CommandError("--batch and --img-size need --model: the plan's models have their own")
@@ -214,14 +214,13 @@ def run(
     command = arguments.command
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
-    results = _open(arguments)
+    results = Results(arguments.out, arguments.resume)
     ending, cut_short, measured = 0, False, set(results.rows)
 
     def said(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def restart(restarts: int = 0) -> Any:
-        """The command goes on, with the time that is left."""
         if not restarts:
             said("a case hangs: its row says so, and a new process goes on.")
         again = [*words, "--resume", "--restarts", str(restarts)]
@@ -268,14 +267,6 @@ def run(
     return ending or int(bool(bad_rows(new)))
 
 
-def _open(arguments: argparse.Namespace) -> Results:
-    if (arguments.out / RESULTS).exists() and not arguments.resume:
-        raise CommandError(
-            f"{arguments.out / RESULTS} exists: --resume adds to it, another --out starts anew"
-        )
-    return Results(arguments.out, arguments.resume)
-
-
 def _roofs(bench: Bench, results: Results) -> None:
     """Measure those without a row; one that loses the device has a row, and is not tried again."""
     for row in planned_roofs():
@@ -292,7 +283,6 @@ def _roofs(bench: Bench, results: Results) -> None:
 
 
 def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
-    """What can be said without a GPU: the host's share."""
     console.print(
         "torch sees no GPU: only host cost is measured here. `fastvit-kernels check` runs the "
         "kernels in\nTriton's interpreter and says whether they are right."
@@ -304,7 +294,7 @@ def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
     header, lines = report.host_table(rows)
     print(aligned([header, *lines]))
     if arguments.out is not None:
-        results = _open(arguments)
+        results = Results(arguments.out, arguments.resume)
         for row in rows:
             results.append(row)
         results.close()

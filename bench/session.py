@@ -33,9 +33,7 @@ from typing import Any
 
 import torch
 
-from bench import targets
-from bench.plan import Task
-from bench.plan import targets as planned_targets
+from bench import plan
 from bench.rows import RESULTS, bad_rows, conditions, environment, read_rows, this_machine
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
@@ -87,14 +85,9 @@ class Stage:
     environment: tuple[tuple[str, str], ...] = ()
 
     def words(self, places: dict[str, Any]) -> list[str]:
-        seconds = float(places.get("seconds", SECONDS))
-        case = f"{case_timeout(seconds):.0f}"
-        return [word.format(**{"case": case, **places}) for word in self.command]
-
-
-def case_timeout(seconds: float) -> float:
-    """Seconds after which a case of a stage counts as hung: others must have their turn too."""
-    return max(10.0, min(90.0, seconds / 3))
+        # seconds after which a case counts as hung: others must have their turn too
+        case = max(10.0, min(90.0, float(places.get("seconds", SECONDS)) / 3))
+        return [word.format(**{"case": f"{case:.0f}", **places}) for word in self.command]
 
 
 _CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "{case}")
@@ -128,8 +121,6 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a stage."""
-
     stage: str
     state: str
     seconds: float
@@ -211,10 +202,6 @@ class Stages:
         self.former = self._done() if resume else set[str]()
         self.endings: list[Ending] = []
 
-    @property
-    def left(self) -> float:
-        return self.seconds - (self._now() - self.started)
-
     def _done(self) -> set[str]:
         """Stages that a former run has done here with the same sources."""
         found, events, here = set(), self._events.lines, self._key
@@ -243,7 +230,8 @@ class Stages:
         """
         todo = [stage for stage in self.stages if stage.name not in self.former]
         for i, stage in enumerate(todo):
-            limit = limits(todo[i:], max(self.left, 0.0))[0]
+            left = self.seconds - (self._now() - self.started)
+            limit = limits(todo[i:], max(left, 0.0))[0]
             if limit < stage.least:
                 self._ended(Ending(stage.name, ABSENT, 0.0, None))
                 continue
@@ -259,6 +247,11 @@ class Stages:
         self.say(f"== {stage.name}, at most {limit:.0f} s: {' '.join(words)}")
         started, state, path = self._now(), DONE, self.folder / LOG
         variables = {name: value.format(**places) for name, value in stage.environment}
+
+        def copy() -> None:
+            if text := reader.read().decode(errors="replace"):
+                self._say(text)
+
         with path.open("ab") as log, path.open("rb") as reader:
             reader.seek(0, os.SEEK_END)
             process = subprocess.Popen(
@@ -270,7 +263,7 @@ class Stages:
                 while process.poll() is None and self._now() - started < soft:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(POLL_S)
-                    self._copy(reader)
+                    copy()
                 if process.poll() is None:
                     state = KILLED
                     end(process, min(KILL_S, 0.2 * limit))
@@ -279,16 +272,10 @@ class Stages:
                 self._ended(Ending(stage.name, UNFINISHED, self._now() - started, None))
                 raise
             finally:
-                self._copy(reader)
+                copy()
         if state == DONE and process.returncode not in FINISHED:
             state = UNFINISHED
         return self._ended(Ending(stage.name, state, self._now() - started, process.returncode))
-
-    def _copy(self, reader: Any) -> None:
-        """What the stage has printed, for the reader too."""
-        text = reader.read().decode(errors="replace")
-        if text:
-            self._say(text)
 
     def _ended(self, ending: Ending) -> Ending:
         self.endings.append(ending)
@@ -315,7 +302,6 @@ def caches_id() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m bench contact`."""
     parser.add_argument(
         "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
         help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
@@ -334,7 +320,6 @@ def jobs() -> int:
 
 
 def facts() -> str:
-    """What a figure depends on besides the code, in some lines."""
     found = {name: value for name, value in environment().items() if value}
     found["python"] = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
     for package in PACKAGES:
@@ -386,7 +371,7 @@ def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str
         for e in endings
         if e.state != DONE and not e.failed
     ]
-    return found, unfinished, "\n".join(["", targets.table(rows), "", conditions(rows)])
+    return found, unfinished, "\n".join(["", plan.claim_table(rows), "", conditions(rows)])
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -441,7 +426,6 @@ WARMED = "warm.jsonl"
 
 
 def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m bench warm`."""
     parser.add_argument(
         "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
         help="processes at once",
@@ -450,10 +434,6 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
     done = "a folder that remembers which cases have run on this machine"
     options.add(parser, "--out", help=done)
     parser.set_defaults(device=None)
-
-
-def warm_jobs(found: Sequence[Task]) -> list[Job]:
-    return [Job(task.title, python(__name__, str(number))) for number, task in enumerate(found)]
 
 
 def run_warm(
@@ -488,16 +468,11 @@ def run_warm(
     return CUT_SHORT if left else 1 if bad else 0
 
 
-def warm_one(number: str) -> int:
-    """What a process of `warm` does: one target, once, and a line that says how long it took."""
+if __name__ == "__main__":
+    # what a process of `warm` does: one target, once, and a line that says how long it took
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
-    planned_targets()[int(number)].touch(device)
+    plan.targets()[int(sys.argv[1])].touch(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     print(json.dumps({"seconds": time.monotonic() - started}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(warm_one(sys.argv[1]))

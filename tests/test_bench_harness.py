@@ -22,7 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench import measure, ops
 from bench.measure import Entry, Roofs, measure_op, row_of
 from bench.ops import OPS, Draw, Provider, plain, replaced
-from bench.rows import ERROR, MEMORY, OK
+from bench.rows import ERROR, OK
+from fastvit_kernels.measure.gate import MEMORY
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.configs import BWD_TABLE as ATTENTION_BWD

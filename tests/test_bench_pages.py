@@ -12,7 +12,7 @@ from bench import measure, models, report
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
-from bench.rows import ERROR, FAILED, Results, Row, as_line
+from bench.rows import ERROR, FAILED, Results, Row, as_csv
 
 
 def synthetic(factor: float = 1.0) -> list[Row]:
@@ -51,11 +51,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
 
 
 def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
-    results = Results(tmp_path, False)
-    for row in synthetic():
-        results.rows[row.key] = row
-        results._write(as_line(row))
-    results.close()
+    (tmp_path / "results.csv").write_text(as_csv(synthetic()))
     assert main(["plot", str(tmp_path)]) == 0
     names = {"attention.png", "ops.png", "vit.png", "profile.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
@@ -293,11 +289,8 @@ def test_pages_are_filled_between_their_marks(tmp_path):
     page, front, folder = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "results"
     for path in (page, front):
         path.write_text(f"by hand\n{report.START}\nOUTDATED\n{report.END}\nmore by hand\n")
-    results = Results(folder / "a GPU", False)
-    for row in synthetic():
-        results.rows[row.key] = row
-        results._write(as_line(row))
-    results.close()
+    (folder / "a GPU").mkdir(parents=True)
+    (folder / "a GPU" / "results.csv").write_text(as_csv(synthetic()))
     report.write_docs(page, folder, front)
     for path in (page, front):
         text = path.read_text()
