@@ -26,11 +26,12 @@ from pathlib import Path
 from bench import STARTED, report, session
 from bench.ops import MODES, OPS
 from bench.plan import WHOLE, targets
-from bench.rows import Row, read_rows
+from bench.rows import read_rows
 from bench.run import MOST_RESTARTS, Machine, run, run_without_gpu, this_machine, wanted_by
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
+from tests.check.isolated import Job, python
 
 MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
@@ -43,32 +44,27 @@ MEASURED = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=raw)
+    add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
     session.add_arguments(
-        commands.add_parser(
+        add(
             "contact", aliases=["session"], help="check, time and tune in a given time",
-            description=session.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=session.__doc__, formatter_class=raw,
         )
     )  # fmt: skip
     for name, says in MEASURED.items():
-        _add_measuring(commands.add_parser(name, help=says), name)
-    drawing = commands.add_parser("plot", help="redraw everything from a CSV")
-    drawing.add_argument("folder", type=Path)
-    comparing = commands.add_parser("compare", help="ratios of two results, regressions first")
-    comparing.add_argument("a", type=Path)
-    comparing.add_argument("b", type=Path)
+        _add_measuring(add(name, help=says), name)
+    add("plot", help="redraw everything from a CSV").add_argument("folder", type=Path)
+    comparing = add("compare", help="ratios of two results, regressions first")
+    for side in "ab":
+        comparing.add_argument(side, type=Path)
     comparing.add_argument(
         "--threshold", type=options.within(float, 0, options.MOST), default=report.THRESHOLD,
         help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
     )  # fmt: skip
-    session.add_warm_arguments(
-        commands.add_parser("warm", help="first launches of the targets, to compile")
-    )
-    commands.add_parser("docs", help="generate docs/benchmarks.md from bench/results")
+    session.add_warm_arguments(add("warm", help="first launches of the targets, to compile"))
+    add("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
 
 
@@ -100,7 +96,6 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
 def main(
     argv: Sequence[str] | None = None, machine: Machine | None = None, started: float | None = None
 ) -> int:
-    """Run one command; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
         words = ["all", *words]
@@ -117,44 +112,32 @@ def main(
         return 130
 
 
-def _read(path: Path) -> list[Row]:
-    try:
-        return read_rows(path)
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
-
-
-def _fill_in(arguments: argparse.Namespace) -> None:
-    """`attention` alone asks what most ask: speed over T next to SDPA, in five minutes."""
-    asked = ("shape", "mode", "dtype", "provider", "time_budget")
-    if all(getattr(arguments, name) is None for name in asked):
-        arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
-        arguments.dtype, arguments.time_budget = ["bf16"], 300.0
-
-
 def _run(
     arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None,
     started: float | None,
 ) -> int:  # fmt: skip
     console, command = make_console(), arguments.command
     if command == "plot":
-        return report.run_plot(_read(arguments.folder), arguments.folder, console)
+        return report.run_plot(read_rows(arguments.folder), arguments.folder, console)
     if command == "compare":
-        a, b = _read(arguments.a), _read(arguments.b)
+        a, b = read_rows(arguments.a), read_rows(arguments.b)
         return report.run_compare(a, b, arguments.threshold, console)
     if command == "docs":
-        report.write_docs()
-        return 0
+        return report.write_docs()
     machine = machine or this_machine(arguments)
     if command in ("contact", "session"):
         return session.run(arguments, machine is not None)
     if machine is None and command in ("targets", "warm"):
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     if command == "warm":
-        work, budget = session.warm_jobs(targets()), arguments.time_budget or math.inf
-        return session.run_warm(work, arguments.jobs, budget, arguments.out)
-    if command == "attention":
-        _fill_in(arguments)
+        jobs = [Job(t.title, python("bench.session", f"{n}")) for n, t in enumerate(targets())]
+        budget = arguments.time_budget or math.inf
+        return session.run_warm(jobs, arguments.jobs, budget, arguments.out)
+    asked = ("shape", "mode", "dtype", "provider", "time_budget")
+    if command == "attention" and all(getattr(arguments, name) is None for name in asked):
+        # what most ask: speed over T next to SDPA, in five minutes
+        arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
+        arguments.dtype, arguments.time_budget = ["bf16"], 300.0
     wanted = wanted_by(arguments, (*WHOLE, *OPS) if command in ("all", "targets") else (command,))
     if machine is None and wanted.model:
         raise CommandError(f"torch sees no GPU to measure {wanted.model} on")

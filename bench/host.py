@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import fastvit_kernels as fk
-from bench.providers import BASELINE, replaced
+from bench.ops import BASELINE, replaced
 from bench.rows import Row
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import alternate
@@ -51,32 +51,26 @@ class Case:
     calls: int = CALLS  # a round
 
 
-def _first(op: Op, function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The function with these options; of several outputs the first."""
-    if op.outputs > 1:
-        return lambda **inputs: function(**inputs, **options)[0]
-    return functools.partial(function, **options) if options else function
-
-
 def cases(device: torch.device) -> dict[str, Case]:
-    """By op name, from the registry: the tensors that most models give."""
-    found = {}
-    for name, op in OPS.items():
-        sizes = op.at(SIZES)
-        unusual = tuple(n for n, arg in op.args.items() if not arg.usual)
-        given = op.inputs(Example(sizes, without=unusual), Draw(device, torch.float32))
-        inputs = {
-            n: x.detach().requires_grad_(op.args[n].trained)
-            for n, x in given.items()
-            if x is not None
-        }
+    return {name: _case(op, device) for name, op in OPS.items()}
+
+
+def _case(op: Op, device: torch.device) -> Case:
+    """With the tensors that most models give."""
+    sizes, unusual = op.at(SIZES), tuple(n for n, arg in op.args.items() if not arg.usual)
+    given = op.inputs(Example(sizes, without=unusual), Draw(device, torch.float32))
+    inputs = {
+        n: x.detach().requires_grad_(op.args[n].trained) for n, x in given.items() if x is not None
+    }
+
+    def first(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its options; of several outputs the first."""
         options = op.settings_of(sizes, device)
-        found[name] = Case(
-            inputs,
-            _first(op, op.function, options),
-            _first(op, op.eager or op.specification, options),
-        )
-    return found
+        if op.outputs > 1:
+            return lambda **inputs: function(**inputs, **options)[0]
+        return functools.partial(function, **options) if options else function
+
+    return Case(inputs, first(op.function), first(op.eager or op.specification))
 
 
 def models() -> tuple[str, ...]:
@@ -85,12 +79,8 @@ def models() -> tuple[str, ...]:
     return names if find_spec("timm") is not None else ()
 
 
-def swapped_cases(device: torch.device) -> dict[str, Case]:
-    """By name of a model: one image, or its tokens."""
-    return {name: _swapped(name, device) for name in models()}
-
-
-def _swapped(name: str, device: torch.device) -> Case:
+def swapped_case(name: str, device: torch.device) -> Case:
+    """One image, or its tokens."""
     define_torchvision_operators()
     from timm.models.vision_transformer import Block, VisionTransformer
 
@@ -159,7 +149,8 @@ def measure_host(device: torch.device) -> Iterator[Row]:
         with contexts[provider]():
             return microseconds(call, device, case.calls)
 
-    for name, case in (swapped_cases(device) | cases(device)).items():
+    swapped = {name: swapped_case(name, device) for name in models()}
+    for name, case in (swapped | cases(device)).items():
         for mode in MODES:
             turns = [
                 functools.partial(timed, case, provider, call_of(case, provider, mode))
@@ -167,10 +158,9 @@ def measure_host(device: torch.device) -> Iterator[Row]:
             ]
             # the first turn warms up
             found = [spread(us[1:]) for us in alternate(ROUNDS + 1, *turns)]
-            eager = next(us for p, us in zip(contexts, found, strict=True) if p == BASELINE)
             for provider, us in zip(contexts, found, strict=True):
                 ms, p20, p80 = (x / 1e3 for x in us)
                 yield Row(
                     OP, provider, name, "fp32", mode, T=SIZES.T, ms=ms, ms_p20=p20,
-                    ms_p80=p80, samples=ROUNDS * case.calls, speedup=eager.median / us.median,
+                    ms_p80=p80, samples=ROUNDS * case.calls, speedup=found[0].median / us.median,
                 )  # fmt: skip

@@ -1,29 +1,26 @@
 """Whole ViTs as their users build them: a step of training or inference in several ways.
 
-The gate of gate.py looks at logits and gradients of the very batch that is timed. Also: kernel time
-by stage of the flow picture.
+The gate looks at logits and gradients of the very batch that is timed. Also: kernel time by stage
+of the flow picture.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.gate import model_errors
-from bench.measure import Bench, Entry, failed, finish, warm_up
-from bench.providers import BASELINE, SEARCH, VITS
-from bench.roofs import MATMUL
-from bench.rows import OK, Row, rated, with_speedup
+from bench.measure import MATMUL, Bench, Entry, failed, model_errors
+from bench.ops import BASELINE, SEARCH, VITS
+from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
@@ -52,6 +49,10 @@ class Case:
     dtype: str = "amp"  # or bf16: parameters, images and optimizer in bf16
     mode: str = "train"  # or infer
     drop_path: float = 0.0  # timm's
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
     def patch(self) -> int:
@@ -111,10 +112,7 @@ class NamedCase(Case):
 
 @functools.lru_cache(maxsize=4)
 def on_meta(case: Case) -> nn.Module:
-    """The model without weights, for what follows from shapes."""
-    define_torchvision_operators()
-    with torch.device("meta"):
-        return _build(case).eval()
+    return build(case, torch.device("meta")).eval()
 
 
 def build(case: Case, device: torch.device) -> nn.Module:
@@ -122,13 +120,12 @@ def build(case: Case, device: torch.device) -> nn.Module:
     define_torchvision_operators()  # timm and transformers import torchvision too
     torch.manual_seed(0)
     with device:
-        return _build(case)
+        if isinstance(case, NamedCase):
+            return build_model(case.model, num_classes=NUM_CLASSES, img_size=case.size or None)
+        return _vit(case, *VITS[case.model])
 
 
-def _build(case: Case) -> nn.Module:
-    if isinstance(case, NamedCase):
-        return build_model(case.model, num_classes=NUM_CLASSES, img_size=case.size or None)
-    C, depth, H, mlp = VITS[case.model]
+def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
     if case.host == "timm":
         from timm.models.vision_transformer import VisionTransformer
 
@@ -143,29 +140,14 @@ def _build(case: Case) -> nn.Module:
         # zeros would hide every gradient
         nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
         return model
-    if case.host == "hf":
-        from transformers import ViTConfig, ViTForImageClassification
+    from transformers import ViTConfig, ViTForImageClassification
 
-        config: Any = ViTConfig
-        settings = config(
-            hidden_size=C, num_hidden_layers=depth, num_attention_heads=H, intermediate_size=mlp,
-            image_size=case.size, patch_size=case.patch, num_labels=NUM_CLASSES,
-        )  # fmt: skip
-        return ViTForImageClassification(settings)
-    raise ValueError(f"unknown host {case.host!r}; there are {', '.join(HOSTS)}")
-
-
-def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels, the same at every call."""
-    generator = torch.Generator(device).manual_seed(1)
-    shape = (case.batch, *case.image)
-    images = torch.randn(shape, generator=generator, device=device)
-    labels = torch.randint(NUM_CLASSES, (case.batch,), generator=generator, device=device)
-    return images.to(_parameter_dtype(case)), labels
-
-
-def _parameter_dtype(case: Case) -> torch.dtype:
-    return torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    config: Any = ViTConfig
+    settings = config(
+        hidden_size=C, num_hidden_layers=depth, num_attention_heads=H, intermediate_size=mlp,
+        image_size=case.size, patch_size=case.patch, num_labels=NUM_CLASSES,
+    )  # fmt: skip
+    return ViTForImageClassification(settings)
 
 
 # --- ways to run a model
@@ -173,12 +155,10 @@ def _parameter_dtype(case: Case) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Way:
-    """How a provider runs a model."""
-
     swapped: bool = False
     compile_mode: str | None = None
     graph: bool = False
-    options: tuple[tuple[str, str], ...] = ()  # of swap_in
+    options: Mapping[str, Any] = field(default_factory=dict)  # of swap_in
 
     def context(self) -> AbstractContextManager[Any]:
         return backend("triton") if self.swapped else nullcontext()
@@ -193,35 +173,31 @@ WAYS = {
     "compile": Way(compile_mode="default"),
     "swapped+compile": Way(swapped=True, compile_mode="default"),
     SEARCH: Way(compile_mode="max-autotune"),
-    "swapped-low": Way(swapped=True, options=(("memory", "low"),)),
-    "swapped-skip": Way(swapped=True, options=(("drop_path", "skip"),)),
+    "swapped-low": Way(swapped=True, options={"memory": "low"}),
+    "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
 }
-
-
-def missing_option(name: str) -> str:
-    """What swap_in lacks for a way; nothing if the way can be had."""
-    known = inspect.signature(swap_in).parameters
-    options = WAYS[name].options if name in WAYS else ()
-    return next((f"swap_in has no {n}={v!r}" for n, v in options if n not in known), "")
 
 
 class Runner:
     """A model with its optimizer, a batch, and one step of training or inference."""
 
     def __init__(self, case: Case, way: Way, device: torch.device):
-        self.case, self.way, self.device = case, way, device
-        self.model = build(case, device).to(device, _parameter_dtype(case)).train(case.trains)
+        self.case, self.way = case, way
+        self.model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
         self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
         if way.swapped and not self.is_own:
-            options: Any = dict(way.options)
-            report = swap_in(self.model, **options)
+            report = swap_in(self.model, **way.options)
             if report.level == "none":
                 raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
         self.forward: Callable[..., Any] = self.model
         if way.compile_mode is not None:
             self.forward = torch.compile(self.model, mode=way.compile_mode, dynamic=False)
         self.parameters = list(self.model.parameters())
-        self.images, self.labels = batch(case, device)
+        drawn: dict[str, Any] = dict(
+            generator=torch.Generator(device).manual_seed(1), device=device
+        )
+        self.images = torch.randn(case.batch, *case.image, **drawn).to(case.parameter_dtype)
+        self.labels = torch.randint(NUM_CLASSES, (case.batch,), **drawn)
         if case.trains:
             self.optimizer = torch.optim.AdamW(
                 self.parameters, lr=1e-5, weight_decay=0.05, fused=True
@@ -231,7 +207,7 @@ class Runner:
         amp = self.case.dtype == "amp"
         plain = self.is_own and not self.way.swapped
         with (
-            torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext(),
+            torch.autocast(self.images.device.type, torch.bfloat16) if amp else nullcontext(),
             backend("torch") if plain else nullcontext(),
         ):
             out = self.forward(self.images)
@@ -250,7 +226,6 @@ class Runner:
         return loss.detach()
 
     def step(self) -> Tensor:
-        """The gradients, then AdamW."""
         result = self.gradients()
         if self.case.trains:
             self.optimizer.step()
@@ -266,14 +241,7 @@ class Runner:
             return self.gradients()
 
         replay = timer.capture(Step(lambda: None, run))
-        if not self.case.trains:
-            return replay
-
-        def replay_and_update() -> None:
-            replay()
-            self.optimizer.step()
-
-        return replay_and_update
+        return (lambda: (replay(), self.optimizer.step())) if self.case.trains else replay
 
     def resident_mib(self) -> float:
         """Memory of parameters, optimizer state and batch, which stays from step to step."""
@@ -322,25 +290,21 @@ class Oracle:
         generator = torch.Generator(device).manual_seed(2)
         upstream = torch.randn((case.batch, NUM_CLASSES), generator=generator, device=device)
         # The oracle differentiates what the others do: an upstream gradient in their own dtype.
-        low = torch.bfloat16 if case.dtype in ("amp", "bf16") else torch.float32
-        self.upstream = upstream.to(low)
-        self.results = self._float64(case, eager.images, device)
-        self.yardstick = eager.results(self.upstream)
-
-    def _float64(self, case: Case, images: Tensor, device: torch.device) -> Tensors:
-        model = build(case, device).to(device, _parameter_dtype(case)).double().train(case.trains)
-        logits = []
-        rows = max(1, ORACLE_TOKENS // case.tokens)
-        pairs = zip(images.split(rows), self.upstream.split(rows), strict=True)
+        self.upstream = upstream.to(torch.bfloat16)
+        model = build(case, device).to(device, case.parameter_dtype).double().train(case.trains)
+        logits, rows = [], max(1, ORACLE_TOKENS // case.tokens)
+        pairs = zip(eager.images.split(rows), self.upstream.split(rows), strict=True)
         with torch.set_grad_enabled(case.trains):
-            for part, upstream in pairs:
-                out = model(part.double())
+            for images, upstream in pairs:
+                out = model(images.double())
                 out = out if isinstance(out, Tensor) else out.logits
                 if case.trains:
                     out.backward(upstream.double())
                 logits.append(out.detach())
         grads = {n: p.grad for n, p in model.named_parameters()} if case.trains else {}
-        return named(torch.cat(logits), grads)
+        self.results = named(torch.cat(logits), grads)
+        del model, out
+        self.yardstick = eager.results(self.upstream)
 
     def errors(self, runner: Runner, timer: Timer) -> list[Error]:
         """Of the runner's logits and gradients; of a graph, of its replay."""
@@ -361,16 +325,16 @@ def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) ->
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
-    why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
     bench.at_work(entry.name)
     with attempt(entry, timer), judged(entry.context(), way.swapped):
         runner = Runner(case, way, bench.device)
         if oracle is None:
+            why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
             entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
         else:
             entry.outcome = verdict(oracle.errors(runner, timer))
         entry.run = runner.captured(timer) if way.graph else runner.step
-        warm_up(entry, timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
+        entry.warm_up(timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
         # A graph's memory is taken when it is captured, once for all replays; max-autotune's
         # graphs keep theirs in a pool of Inductor's.
         if way.graph or way.compile_mode == "max-autotune":
@@ -392,17 +356,17 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None
     except Exception as error:
-        yield from failed((row_of(case, entry.name) for entry in entries), error, bench)
+        for entry in entries:
+            yield failed(row_of(case, entry.name), error, bench.timer)
         return
     bench.timer.clear()
     baselines: dict[bool, Row] = {}  # by whether it is a graph
-    groups = [[e] for e in entries] if case.parameters > ALONE else [entries]
-    for group in groups:
+    for group in [[e] for e in entries] if case.parameters > ALONE else [entries]:
         for row, entry in zip(_measure_group(case, group, oracle, bench), group, strict=True):
             graph = WAYS[entry.name].graph
             if entry.name in (BASELINE, EAGER_GRAPH):
                 baselines[graph] = row
-            yield with_speedup(row, baselines.get(graph), entry.compared)
+            yield row.with_speedup(baselines.get(graph), entry.compared)
         for entry in group:
             entry.release()
         bench.timer.clear()
@@ -419,12 +383,10 @@ def _measure_group(
     take_turns(group, bench.timer, flush=False, at_work=bench.at_work)
     roof = bench.roofs.matmul_tflops.get("bf16")
     for entry in group:
-        row = finish(row_of(case, entry.name), entry)
-        if row.ms is not None:
-            images, tflops = 1e3 * case.batch / row.ms, case.flops / row.ms / 1e9
-            share = tflops / roof if roof else None
-            row = replace(rated(row, case.flops, None), images_per_s=images)
-            row = replace(row, roof=MATMUL, roof_share=share)
+        row = entry.finish(row_of(case, entry.name)).rated(case.flops, None)
+        if row.ms is not None and row.tflops is not None:
+            images, share = 1e3 * case.batch / row.ms, row.tflops / roof if roof else None
+            row = replace(row, images_per_s=images, roof=MATMUL, roof_share=share)
         yield row
 
 
@@ -450,25 +412,26 @@ _PRODUCTS = (
 )  # fmt: skip
 
 
-class Launch(NamedTuple):
-    """One kernel: its name and time, and the operators around it, innermost first."""
+def operators_of(event: Any) -> list[tuple[str, set[int]]]:
+    """Of one of torch.profiler's events and of those around it, innermost first: its name and the
+    sizes of its tensors."""
+    found = []
+    while event is not None:
+        shapes = (s for s in event.input_shapes or () if isinstance(s, (list, tuple)))
+        found.append((event.name, {n for shape in shapes for n in shape if isinstance(n, int)}))
+        event = event.cpu_parent
+    return found
 
-    kernel: str
-    us: float
-    operators: tuple[str, ...]
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]  # of each operator's tensors
 
-
-def stage_of(launch: Launch, C: int, width: int) -> str:
+def stage_of(kernel: str, operators: Sequence[tuple[str, set[int]]], C: int, width: int) -> str:
     """Which stage of the flow picture a kernel belongs to, in a ViT of C channels whose MLP has
     `width`."""
-    if any("Optimizer" in name or "_fused_adamw" in name for name in launch.operators):
+    if any("Optimizer" in name or "_fused_adamw" in name for name, _ in operators):
         return "optimizer"
-    if any(part in launch.kernel for part in _ATTENTION_KERNELS):
+    if any(part in kernel for part in _ATTENTION_KERNELS):
         return "attention"
     by_size = {NUM_CLASSES: "other", width: "mlp", 3 * C: "qkv", C: "proj"}
-    for name, shapes in zip(launch.operators, launch.shapes, strict=True):
-        sizes = {size for shape in shapes for size in shape}
+    for name, sizes in operators:
         known = [stage for size, stage in by_size.items() if size in sizes]
         if known and name.startswith(_PRODUCTS):
             return known[0]
@@ -478,33 +441,18 @@ def stage_of(launch: Launch, C: int, width: int) -> str:
     return "other"
 
 
-def launches_of(events: Sequence[Any]) -> list[Launch]:
-    """The kernels of torch.profiler's events."""
-    found = []
+def stage_ms(events: Sequence[Any], C: int, width: int) -> dict[str, float]:
+    """Milliseconds a step of each stage; nothing where no kernel has run."""
+    totals: dict[str, float] = {}
     for event in events:
         for kernel in event.kernels:
-            operators, shapes, at = [], [], event
-            while at is not None:
-                operators.append(at.name)
-                sizes = (s for s in at.input_shapes or () if isinstance(s, (list, tuple)))
-                shapes.append(tuple(tuple(n for n in s if isinstance(n, int)) for s in sizes))
-                at = at.cpu_parent
-            found.append(
-                Launch(kernel.name, float(kernel.duration), tuple(operators), tuple(shapes))
-            )
-    return found
+            stage = stage_of(kernel.name, operators_of(event), C, width)
+            totals[stage] = totals.get(stage, 0.0) + kernel.duration / STEPS / 1e3
+    return dict.fromkeys(STAGES, 0.0) | totals if totals else {}
 
 
-def stage_ms(launches: Sequence[Launch], C: int, width: int, steps: int) -> dict[str, float]:
-    """Milliseconds a step of each stage."""
-    totals: dict[str, float] = dict.fromkeys(STAGES, 0.0)
-    for launch in launches:
-        totals[stage_of(launch, C, width)] += launch.us
-    return {stage: totals[stage] / steps / 1e3 for stage in STAGES}
-
-
-def record(runner: Runner, device: torch.device) -> list[Launch]:
-    """The kernels of STEPS steps after three that warm up."""
+def record(runner: Runner, device: torch.device) -> Sequence[Any]:
+    """The profiler's events of STEPS steps after three that warm up."""
     from torch.profiler import ProfilerActivity, profile
 
     for _ in range(3):
@@ -517,19 +465,19 @@ def record(runner: Runner, device: torch.device) -> list[Launch]:
         for _ in range(STEPS):
             result = runner.step()
         result.sum().item()  # all kernels are done
-    return launches_of(profiler.events() or [])
+    return profiler.events() or []
 
 
-def measure_profile(case: Case, provider: str, bench: Bench) -> Iterator[Row]:
+def measure_profile(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
     """A row for each stage: ms of kernel time a step. Stages add up to the GPU's busy time."""
-    C, _, _, width = VITS[case.model]
+    (provider,), (C, _, _, width) = names, VITS[case.model]
+    rows = [row_of(case, provider, PROFILE, stage) for stage in STAGES]
     try:
         with WAYS[provider].context():
-            launches = record(Runner(case, WAYS[provider], bench.device), bench.device)
-        if not launches:
+            events = record(Runner(case, WAYS[provider], bench.device), bench.device)
+        found = stage_ms(events, C, width)
+        if not found:
             raise RuntimeError("the profiler has seen no kernel")
+        yield from (replace(row, ms=found[row.mode], samples=STEPS) for row in rows)
     except Exception as error:
-        yield from failed((row_of(case, provider, PROFILE, s) for s in STAGES), error, bench)
-        return
-    for stage, ms in stage_ms(launches, C, width, STEPS).items():
-        yield replace(row_of(case, provider, PROFILE, stage), ms=ms, samples=STEPS)
+        yield from (failed(row, error, bench.timer) for row in rows)

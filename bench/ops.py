@@ -1,60 +1,308 @@
 """What is measured of each op: shapes, providers, FLOP and bytes. The rest is in its entry of
 fastvit_kernels/verify: the function, its specification, its tensors.
 
-FLOP and bytes are those of the mathematics: what any implementation must do and move at least,
-every operand read once and every result written once. Each count is of (forward, backward).
+A provider is a function of an op's inputs by keyword, with the context that forces its route; or
+the reason why it is not here. FLOP and bytes are those of the mathematics: what any implementation
+must do and move at least, every operand read once and every result written once. Each count is of
+(forward, backward).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
-from bench.providers import (
-    VITS,
-    Function,
-    Inputs,
-    Provider,
-    Shape,
-    batch,
-    compiled,
-    eager,
-    gemm_routes,
-    head_sweep,
-    imported,
-    ours,
-    plain,
-    replaced,
-    sdpa_backends,
-    sdpa_unpacked,
-    token_sweep,
-    vit,
-    vits,
-    with_autotuned,
+from fastvit_kernels.commands.sweep import SDPA
+from fastvit_kernels.ops.attention.configs import (
+    BWD_TABLE,
+    FWD_TABLE,
+    BwdForm,
+    forced_route as attention_route,
 )
-from fastvit_kernels.ops.attention.configs import BWD_TABLE, FWD_TABLE, BwdForm, forced_route
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.launch import Problem, bwd_launch
+from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.dtypes import DTYPES
 from fastvit_kernels.verify import cases, op
 
-MODES = ("fwd", "bwd", "both")
+Function = Callable[..., Any]  # a Tensor, or several
+Inputs = dict[str, Tensor]
 Pair = tuple[float, float]  # of the forward, of the backward
+MODES = ("fwd", "bwd", "both")
+BASELINE, SEARCH = "eager", "compile-max-autotune"
 EPS = 1e-6
+
+# width C, depth, heads H, MLP width F. arXiv:2010.11929, arXiv:2012.12877; g: arXiv:2106.04560
+VITS = {
+    "Ti": (192, 12, 3, 768),
+    "S": (384, 12, 6, 1536),
+    "B": (768, 12, 12, 3072),
+    "L": (1024, 24, 16, 4096),
+    "H": (1280, 32, 16, 5120),
+    "g": (1408, 40, 16, 6144),
+}
+# Tower -> T, C, H, F, how the weights of its gated_mlp lie. timm 1.0.31, transformers 5.23.
+TOWERS = {
+    "EVA02-L": (257, 1024, 16, 2730, "norm"),
+    "EVA02-B": (257, 768, 12, 2048, "norm"),
+    "DINOv2-g": (257, 1536, 24, 4096, "packed"),
+    "DINOv3-H+": (201, 1280, 20, 5120, "separate"),
+    "AIMv2-L": (256, 1024, 8, 2816, "separate"),
+    "DINOv3-7B": (201, 4096, 32, 8192, "separate"),
+}
+TOKENS = 128 * 197  # B T of every shape: ViT-B at 224 with 128 images
+T_SWEEP = (50, 197, 257, 577, 785, 1025, 1370, 2305, 4097, 16385)
+D_SWEEP = ((32, 24), (80, 16), (96, 8), (128, 6))  # head dim, heads: C = 768, and ViT-H's 1280
+LONG_T = 1024  # above it the float64 oracle of attention goes head by head
+# Tokens -> of them prefix: DINOv3 at 224 and 256, Perception Encoder and EVA02 at 448.
+PREFIX = {201: 5, 261: 5, 1025: 1}
+
+# Variants of a shape.
+HEADS = "heads"  # a norm of each head's queries: rows of D
+ADDED = "added"  # a norm behind a branch: it adds the residual
+INTERLEAVED = "interleaved"  # RoPE of Perception Encoder, EVA02, V-JEPA 2
+NORMED = "layer_norm"  # RoPE with qk-norm
+LEARNT = "learnt"  # RoPE tables of each head, with gradients: RoPE-ViT "mixed"
+EQUAL, SPREAD = "equal", "spread"  # lengths: all of T tokens; from T / 8 to T, in no order
+
+
+# --- shapes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an op is measured at. Smaller `tier`: more telling, measured earlier."""
+
+    model: str
+    B: int
+    T: int
+    C: int
+    H: int
+    F: int
+    tier: int = 0
+    size: int = 0  # image side and patch, 0 in the sweeps
+    patch: int = 0
+    variant: str = ""  # an op's own cases: linear's proj and fc1
+
+    @property
+    def D(self) -> int:
+        return self.C // self.H
+
+    @property
+    def id(self) -> str:
+        variant = f"-{self.variant}" if self.variant else ""
+        return f"{self.model}-B{self.B}-T{self.T}-C{self.C}-H{self.H}{variant}"
+
+
+def batch(T: int) -> int:
+    """Images of T tokens that make about TOKENS."""
+    return max(1, round(TOKENS / T))
+
+
+def vit(model: str, size: int, tier: int = 0) -> Shape:
+    """The shape inside a ViT on size x size images, with a class token. Patches are 16 x 16, but
+    14 x 14 for H and g and at 518 (DINOv2)."""
+    C, _, H, F = VITS[model]
+    patch = 14 if model in ("H", "g") or size == 518 else 16
+    side = size // patch
+    T = side * side + 1
+    return Shape(f"ViT-{model}", batch(T), T, C, H, F, tier, side * patch, patch)
+
+
+def vits() -> Iterator[Shape]:
+    """Ti, S, B, L, H, g at 224, 384 and 518."""
+    tiers = (("B", 0), ("L", 1), ("S", 1), ("H", 2), ("Ti", 2), ("g", 2))
+    yield from (vit(model, 224, tier) for model, tier in tiers)
+    yield from (vit("B", 384, 1), vit("B", 518, 2))
+    yield from (vit(model, size, 4) for size in (384, 518) for model in ("Ti", "S", "L", "H", "g"))
+
+
+def token_sweep(most: int = T_SWEEP[-1]) -> Iterator[Shape]:
+    C, _, H, F = VITS["B"]
+    return (Shape("sweep-T", batch(T), T, C, H, F, tier=2) for T in T_SWEEP if most >= T)
+
+
+def head_sweep(*tokens: int) -> Iterator[Shape]:
+    """D in 32, 80, 96, 128 at each T; 64 is ViT-B's own."""
+    for D, H in D_SWEEP:
+        for T in tokens:
+            yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H, tier=3)
+
+
+def rms_norm_shapes() -> Iterator[Shape]:
+    yield from vits()
+    # Queries of DINOv3's and Perception Encoder's sizes; InternViT-6B normalises all heads at once.
+    for T, H, D in ((201, 12, 64), (261, 16, 64), (1025, 25, 128)):
+        yield Shape(f"D{D}", batch(T), T, H * D, H, 4 * H * D, 2, variant=HEADS)
+    yield Shape("InternViT-6B", batch(1025), 1025, 3200, 25, 12800, 2)
+    yield Shape("ViT-B", batch(257), 257, 768, 12, 3072, 1, variant=ADDED)
+
+
+def gated_mlp_shapes() -> Iterator[Shape]:
+    """Packed weights, separate ones, separate ones with a LayerNorm inside."""
+    yield replace(vit("B", 224), F=2048, variant="packed")
+    for tier, (model, (T, C, H, width, form)) in enumerate(TOWERS.items(), 1):
+        yield Shape(model, batch(T), T, C, H, width, min(tier, 4), variant=form)
+
+
+def rope_shapes() -> Iterator[Shape]:
+    for T in PREFIX:
+        for model in ("B", "L", "S"):
+            C, _, H, width = VITS[model]
+            tier = int(T != 201) if model == "B" else 2
+            for variant in ("", INTERLEAVED, NORMED):
+                yield Shape(f"ViT-{model}", batch(T), T, C, H, width, tier, variant=variant)
+    yield replace(vit("B", 224, 1), variant=LEARNT)
+
+
+def varlen_attention_shapes() -> Iterator[Shape]:
+    """T is the longest sequence, B their number."""
+    yield replace(vit("B", 224), variant=SPREAD)
+    yield replace(vit("B", 224, 1), variant=EQUAL)
+    yield Shape("NaFlex-B", batch(1024), 1024, 768, 12, 3072, 1, variant=SPREAD)
+    yield Shape("SigLIP2-So400m", batch(256), 256, 1152, 16, 4304, 1, variant=SPREAD)
+    yield Shape("Qwen2.5-VL", batch(64), 64, 1280, 16, 3420, 1, variant=EQUAL)  # windows
+    yield Shape("Qwen2-VL", batch(4096), 4096, 1280, 16, 5120, 2, variant=SPREAD)
+    yield Shape("Swin-T", batch(49), 49, 96, 3, 384, 2, variant=EQUAL)
+
+
+def lengths(shape: Shape) -> list[int]:
+    """Of the sequences of a case, the same at every run."""
+    if shape.variant != SPREAD or shape.B == 1:
+        return [shape.T] * shape.B
+    least = shape.T // 8
+    found = [least + (shape.T - least) * i // (shape.B - 1) for i in range(shape.B)]
+    random.Random(0).shuffle(found)
+    return found
+
+
+# --- providers
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A way to compute an op. `make` builds its function when it is first needed."""
+
+    name: str
+    make: Callable[[], Function]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    backward: bool = True
+    compiled: bool = False  # takes seconds to build
+    package: str = ""  # or module, that must be installed
+    ours: bool = False
+    takes: Callable[[Inputs], Inputs] = dict  # what its function takes, made of the op's inputs
+
+    @property
+    def installed(self) -> bool:
+        try:
+            return not self.package or importlib.util.find_spec(self.package) is not None
+        except ImportError:  # the package is absent, or cannot be imported itself
+            return False
+
+
+def plain(name: str, function: Function, **options: Any) -> Provider:
+    return Provider(name, lambda: function, **options)
+
+
+def compiled(name: str, make: Callable[[], Function]) -> Provider:
+    """For the one shape of its case. Reset the compiler once before making several: it keeps only
+    a few of each code object."""
+
+    def keeps_buffers() -> AbstractContextManager[Any]:
+        """A compiled backward may run many times over one forward: donated buffers forbid it."""
+        import torch._functorch.config
+
+        return torch._functorch.config.patch(donated_buffer=False)
+
+    return Provider(name, make, keeps_buffers, compiled=True)
+
+
+def ours(
+    name: str, function: Function, context: Callable[[], Any] = nullcontext, **options: Any
+) -> Provider:
+    """One of this package's ops through its kernels, on the CPU through Triton's interpreter."""
+
+    @contextmanager
+    def forced() -> Iterator[None]:
+        with fk.backend("triton"), context():
+            yield
+
+    return plain(name, function, context=forced, ours=True, **options)
+
+
+def imported(name: str, module: str, call: Function, **options: Any) -> Provider:
+    """A peer: `call` takes its module, then the op's inputs."""
+
+    def make() -> Function:
+        return functools.partial(call, importlib.import_module(module))
+
+    return Provider(name, make, package=module, **options)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """owner.name is `value` inside: how a route is forced."""
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, former)
+
+
+def gemm_routes(function: Function) -> list[Provider]:
+    return [
+        ours(f"ours-{route}", function, functools.partial(forced_route, route))
+        for route in ("library", "triton")
+    ]
+
+
+def sdpa_backends(reference: Function, **options: Any) -> list[Provider]:
+    """The reference with each backend of torch's SDPA forced: the default order hides cuDNN."""
+    return [
+        plain(f"sdpa-{name}", reference, context=functools.partial(sdpa_kernel, chosen), **options)
+        for name, chosen in SDPA.items()
+    ]
+
+
+def sdpa_unpacked() -> list[Provider]:
+    """SDPA on separate q, k, v of (B, H, T, D), as a model without a packed projection has them.
+
+    On packed qkv, timm's way, its backward also stacks dq, dk and dv into dqkv.
+    """
+
+    def takes(inputs: Inputs) -> Inputs:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in inputs["qkv"].unbind(2))
+        return {"q": q, "k": k, "v": v}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    return [
+        replace(provider, name=f"{provider.name}-unpacked")
+        for provider in sdpa_backends(attend, takes=takes)
+        if provider.name in ("sdpa-flash", "sdpa-cudnn")
+    ]
+
+
+# --- an op
 
 
 class Draw(op.Draw):
@@ -77,18 +325,19 @@ class Op:
     moved: by variant ("" for the others) names of the tensors that a forward and a backward move.
     peers: all providers but eager, ours and the compiled one; given the functions of the first two.
     usual: what PyTorch's users call, if not the specification.
-    long: the specification in float64 where T is above LONG_T: its scores are (B, H, T, T).
+    long: the specification in float64 where T is above LONG_T, given the shape too: its scores are
+        (B, H, T, T).
     sizes: those that a ViT's do not give. options: arguments that are no tensors.
     given: tensors, if not those that most models give.
     """
 
     name: str
-    shapes: Callable[[], Iterator[Shape]]
+    shapes: Callable[[], Iterable[Shape]]
     counted_flops: Callable[[Shape], Pair]
     moved: Mapping[str, tuple[str, str]]
     peers: Callable[[Shape, str, Function, Function], list[Provider]] = lambda *_: []
     usual: Function | None = None
-    long: Callable[[Shape], Function] | None = None
+    long: Function | None = None
     compiled: Callable[[Shape], Function] | None = None
     sizes: Callable[[Shape], dict[str, Any]] = lambda shape: {}
     options: Callable[[Shape], dict[str, Any]] = lambda shape: {}
@@ -100,13 +349,12 @@ class Op:
         return cases.OPS[self.name]
 
     def example(self, shape: Shape) -> op.Example:
-        """Its sizes and which tensors are given."""
         sides, args = (shape.size, shape.size), self.entry.args
         sizes = op.Sizes(shape.B, shape.T, shape.C, shape.H, shape.F, sides, shape.patch or 1)
         given = self.given(shape) or tuple(n for n, arg in args.items() if arg.usual)
         return op.Example({**self.entry.at(sizes), **self.sizes(shape)}, only=given)
 
-    def inputs(self, shape: Shape, dtype: torch.dtype, draw: Draw) -> Inputs:
+    def inputs(self, shape: Shape, draw: Draw) -> Inputs:
         """Its tensors by name; those that training updates or passes back are leaves."""
         example, args = self.example(shape), self.entry.args
         found = {n: x for n, x in self.entry.inputs(example, draw).items() if x is not None}
@@ -116,63 +364,62 @@ class Op:
         if "cos" in found:
             angles = 3 * found["cos"].float()
             found |= {"cos": angles.cos(), "sin": angles.sin()}
-        leaves: Inputs = {
+        leaves = {
             n: x.detach().requires_grad_(args[n].trained or shape.variant == LEARNT)
             for n, x in found.items()
         }
         settings = self.entry.settings_of(example.sizes, draw.device)
         return leaves | {n: x for n, x in settings.items() if isinstance(x, Tensor)}
 
-    def _with_options(self, function: Function, shape: Shape) -> Function:
+    def with_options(self, function: Function, shape: Shape) -> Function:
+        """With the arguments that are no tensors."""
         settings = self.entry.settings_of(self.example(shape).sizes, torch.device("cpu"))
         options = {n: x for n, x in settings.items() if not isinstance(x, Tensor)}
         return functools.partial(function, **options, **self.options(shape))
 
     def reference(self, shape: Shape, dtype: str) -> Function:
         """The specification; a norm's rounds under amp, but for the oracle."""
-        whole = self._with_options(self.entry.specification, shape)
+        whole = self.with_options(self.entry.specification, shape)
         if dtype == "amp":
             whole = functools.partial(whole, out_dtype=torch.bfloat16)
-        if self.long is None:
+        if self.long is None or shape.T <= LONG_T:
             return whole
-        by_parts = self.long(shape)
+        by_parts = functools.partial(self.long, shape)
 
         def specification(**inputs: Tensor) -> Any:
-            first = next(iter(inputs.values()))
-            long = first.dtype is torch.float64 and shape.T > LONG_T
-            return (by_parts if long else whole)(**inputs)
+            low = next(iter(inputs.values())).dtype is not torch.float64
+            return (whole if low else by_parts)(**inputs)
 
         return specification
 
     def providers(self, shape: Shape, dtype: str) -> list[Provider]:
-        torch_ = self.usual or self._with_options(self.entry.specification, shape)
-        fused = self._with_options(self.entry.function, shape)
+        """Eager, peers, ours, and what the compiler makes of eager, also after its search: without
+        its CUDA graphs, for `graph_ms` replays every provider through one of ours."""
+        torch_ = self.usual or self.with_options(self.entry.specification, shape)
+        fused = self.with_options(self.entry.function, shape)
         peers = self.peers(shape, dtype, torch_, fused)
         if dtype == "amp":
-            peers, torch_ = [], _rounded(torch_)
+            peers, exact = [], torch_
+            torch_ = lambda **inputs: exact(**inputs).to(torch.bfloat16)  # noqa: E731
             fused = functools.partial(fused, out_dtype=torch.bfloat16)
-        make = self.compiled
-        last = compiled(torch_) if make is None else Provider(
-            "compile", lambda: make(shape), compiled=True
-        )  # fmt: skip
-        return [eager(torch_), *peers, ours("ours", fused), last]
-
-    def everyone(self, shape: Shape, dtype: str) -> list[Provider]:
-        """Its providers, the compiled ones also as max-autotune finds them."""
-        return with_autotuned(self.providers(shape, dtype))
+        found = [plain(BASELINE, torch_), *peers, ours("ours", fused)]
+        if self.compiled is not None:
+            return [*found, compiled("compile", functools.partial(self.compiled, shape))]
+        make = functools.partial(torch.compile, torch_, dynamic=False)
+        search = functools.partial(make, mode="max-autotune-no-cudagraphs")
+        return [*found, compiled("compile", make), compiled(SEARCH, search)]
 
     def flops(self, shape: Shape, mode: str) -> float:
         return _of_mode(self.counted_flops(shape), mode)
 
     def bytes(self, shape: Shape, dtype: str, mode: str) -> float:
-        forward, backward = self.moved.get(shape.variant) or self.moved[""]
-        size = self._bytes(shape, dtype)
-        moved = [sum(size[n] for n in names.split()) for names in (forward, backward)]
-        return _of_mode((moved[0], moved[1]), mode)
+        size, moved = self._bytes(shape, dtype), self.moved.get(shape.variant) or self.moved[""]
+        forward, backward = (sum(size[n] for n in names.split()) for names in moved)
+        return _of_mode((forward, backward), mode)
 
     def _bytes(self, shape: Shape, dtype: str) -> dict[str, int]:
         """By name: of the arguments, their gradients, and what a forward leaves."""
-        x, y = (4, 2) if dtype == "amp" else (itemsize(dtype), itemsize(dtype))
+        x, y = (4, 2) if dtype == "amp" else 2 * (DTYPES[dtype].itemsize,)
         example = self.example(shape)
         found = {
             n: math.prod(dims) * (4 if n in ("cos", "sin") else x)
@@ -195,8 +442,16 @@ def _of_mode(pair: Pair, mode: str) -> float:
     return float({"fwd": forward, "bwd": backward, "both": forward + backward}[mode])
 
 
-def itemsize(dtype: str) -> int:
-    return DTYPES[dtype].itemsize
+def shape_of(name: str, part: str) -> Shape:
+    """The op's first shape whose id has these parts, whole."""
+    return next(s for s in OPS[name].shapes() if has_part(s.id, part))
+
+
+def has_part(shape: str, part: str) -> bool:
+    return f"-{part}-" in f"-{shape}-"
+
+
+# --- FLOP
 
 
 def _elements(shape: Shape, forward: float, backward: float) -> Pair:
@@ -211,185 +466,32 @@ def _products(shape: Shape, K: int, N: int) -> Pair:
     return forward, 2 * forward
 
 
-# --- layer_norm, rms_norm. `amp`: fp32 in, bf16 out, as in training
-
-HEADS = "heads"  # a norm of each head's queries: rows of D
-ADDED = "added"  # behind a branch: it adds the residual
-NORM_DTYPES = ("bf16", "amp", "fp16", "fp32")
-
-
-def layer_norm_shapes() -> Iterator[Shape]:
-    yield from vits()
-    yield from head_sweep(197)
-
-
-def rms_norm_shapes() -> Iterator[Shape]:
-    yield from vits()
-    # Queries of DINOv3's and Perception Encoder's sizes; InternViT-6B normalises all heads at once.
-    for T, H, D in ((201, 12, 64), (261, 16, 64), (1025, 25, 128)):
-        yield Shape(f"D{D}", batch(T), T, H * D, H, 4 * H * D, 2, variant=HEADS)
-    yield Shape("InternViT-6B", batch(1025), 1025, 3200, 25, 12800, 2)
-    yield Shape("ViT-B", batch(257), 257, 768, 12, 3072, 1, variant=ADDED)
-
-
-def _of_heads(shape: Shape) -> dict[str, Any]:
-    return dict(rows=(shape.B, shape.T, shape.H), C=shape.D) if shape.variant == HEADS else {}
-
-
-def layer_norm_flops(shape: Shape) -> Pair:
-    """Forward mean 1, centre 1, squares 2, scale 1, affine 2; backward 13 likewise."""
-    return _elements(shape, 7, 13)
-
-
-def rms_norm_flops(shape: Shape) -> Pair:
-    """Forward squares 2, scale 1, weight 1, a residual 1; backward 9 likewise."""
-    return _elements(shape, 5 if shape.variant == ADDED else 4, 9)
-
-
-def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
-
-
-def _torch_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    y = F.rms_norm(x, x.shape[-1:], weight, EPS)
-    return y if residual is None else residual + y
-
-
-def _rounded(function: Function) -> Function:
-    return lambda **inputs: function(**inputs).to(torch.bfloat16)
-
-
-def _quack_layer_norm(module: Any) -> Function:
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        rows = x.view(-1, x.shape[-1])
-        return module.layernorm_fwd(rows, weight.float(), bias.float(), eps=EPS).view(x.shape)
-
-    return run
-
-
-def _layer_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
-    def liger(module: Any) -> Function:
-        return lambda x, weight, bias: module.LigerLayerNormFunction.apply(x, weight, bias, EPS)
-
-    return [
-        imported("liger_kernel", "liger_kernel.ops.layer_norm", liger),
-        imported("quack", "quack.rmsnorm", _quack_layer_norm, backward=False),
-    ]
-
-
-def _rms_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
-    """Liger's default rounds as Llama does; "gemma" keeps fp32 until the store, as we do."""
-
-    def liger(module: Any) -> Function:
-        settings = (EPS, 0.0, "gemma", False)
-        return lambda x, weight: module.LigerRMSNormFunction.apply(x, weight, *settings)
-
-    def quack(module: Any) -> Function:
-        return lambda x, weight: module.rmsnorm(
-            x.view(-1, x.shape[-1]), weight.float(), eps=EPS
-        ).view(x.shape)
-
-    if shape.variant == ADDED:
-        return []
-    return [
-        imported("liger_kernel", "liger_kernel.ops.rms_norm", liger),
-        imported("quack", "quack.rmsnorm", quack),
-    ]
-
-
-# --- linear with its two epilogues in a ViT: proj (LayerScale, residual), fc1 (exact GELU)
-
-
-def linear_shapes() -> Iterator[Shape]:
-    for shape in vits():
-        for variant in ("proj", "fc1"):
-            yield replace(shape, variant=variant)
-
-
-def _is_fc1(shape: Shape) -> bool:
-    return shape.variant == "fc1"
-
-
-def linear_flops(shape: Shape) -> Pair:
-    return _products(shape, shape.C, shape.F if _is_fc1(shape) else shape.C)
-
-
-# --- mlp and gated_mlp, with the residual of their block
-
-# Tower -> T, C, H, F, how its weights lie. timm 1.0.31, transformers 5.23.
-TOWERS = {
-    "EVA02-L": (257, 1024, 16, 2730, "norm"),
-    "EVA02-B": (257, 768, 12, 2048, "norm"),
-    "DINOv2-g": (257, 1536, 24, 4096, "packed"),
-    "DINOv3-H+": (201, 1280, 20, 5120, "separate"),
-    "AIMv2-L": (256, 1024, 8, 2816, "separate"),
-    "DINOv3-7B": (201, 4096, 32, 8192, "separate"),
-}
-
-
-def gated_mlp_shapes() -> Iterator[Shape]:
-    """Packed weights, separate ones, separate ones with a LayerNorm inside."""
-    yield replace(vit("B", 224, 0), F=2048, variant="packed")
-    for tier, (model, (T, C, H, width, form)) in enumerate(TOWERS.items(), 1):
-        yield Shape(model, batch(T), T, C, H, width, min(tier, 4), variant=form)
-
-
-def _weights_lie(shape: Shape) -> dict[str, bool]:
-    return dict(separate=shape.variant in ("separate", "norm"), norm=shape.variant == "norm")
-
-
-def _stored(fused: Function) -> Provider:
-    """Ours rebuilds activations in the backward; the same with all of them stored."""
-    return ours("ours-stored", functools.partial(fused, recompute=False))
-
-
-def _mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    return [_stored(fused), *gemm_routes(fused)]
-
-
-def _liger_gated_mlp(module: Any) -> Function:
-    def run(
-        x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor,
-        residual: Tensor, gate_weight: Tensor | None = None, gate_bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        if gate_weight is None:
-            gate, value = F.linear(x, fc1_weight, fc1_bias).chunk(2, dim=-1)
-        else:
-            gate, value = F.linear(x, gate_weight, gate_bias), F.linear(x, fc1_weight, fc1_bias)
-        hidden = module.LigerSiLUMulFunction.apply(gate, value)
-        return residual + F.linear(hidden, fc2_weight, fc2_bias)
-
-    return run
-
-
-def _gated_mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    liger = imported("liger_kernel", "liger_kernel.ops.swiglu", _liger_gated_mlp)
-    return [_stored(fused)] if shape.variant == "norm" else [_stored(fused), liger]
-
-
-# --- patch_embed with a class token and positions. Images need no gradient, as in training
-
-
-def patch_embed_flops(shape: Shape) -> Pair:
+def _patches(shape: Shape) -> Pair:
     """2 C K a patch of K = 3 patch^2 pixels, forward and for dweight."""
     product = 2.0 * shape.B * (shape.T - 1) * shape.C * 3 * shape.patch**2
     return product, product
 
 
-def _searched(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    searched = functools.partial(replaced, torch.backends.cudnn, "benchmark", True)
-    return [plain("eager, cudnn.benchmark", torch_, context=searched)]
+def _attention(shape: Shape) -> Pair:
+    """2 D a product, head and pair of tokens that see each other. Forward q k^T, p v; backward s
+    again, dv, dp, dq, dk."""
+    product = 2.0 * shape.C * sum(n * n for n in lengths(shape))
+    return 2 * product, 5 * product
 
 
-# --- attention on packed qkv
+def _rope(shape: Shape) -> Pair:
+    """An element of q and of k: 3 each way; a norm 7 forward, 13 backward; tables that learn 4."""
+    forward, backward = (10, 16) if shape.variant == NORMED else (3, 3)
+    backward += 4 if shape.variant == LEARNT else 0
+    return _elements(shape, 2 * forward, 2 * backward)
 
-LONG_T = 1024  # above it the float64 oracle goes head by head
+
+def _sum(*parts: Pair) -> Pair:
+    forward, backward = zip(*parts, strict=True)
+    return sum(forward), sum(backward)
 
 
-def attention_shapes() -> Iterator[Shape]:
-    yield from vits()
-    yield from token_sweep()
-    yield from head_sweep(197, 577, 1025)
+# --- specifications and peers
 
 
 def by_head(qkv: Tensor) -> Tensor:
@@ -398,109 +500,36 @@ def by_head(qkv: Tensor) -> Tensor:
     return torch.cat(heads, dim=2)
 
 
-def _attention_flops(H: int, D: int, pairs: int) -> Pair:
-    """2 D a product, head and pair of tokens that see each other. Forward q k^T, p v; backward s
-    again, dv, dp, dq, dk."""
-    product = 2.0 * H * D * pairs
-    return 2 * product, 5 * product
+def _projected_by_head(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return by_head(F.linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)))
 
 
-def attention_flops(shape: Shape) -> Pair:
-    return _attention_flops(shape.H, shape.D, shape.B * shape.T**2)
+def _packed_by_head(shape: Shape, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+    parts = qkv.unsqueeze(0).split(lengths(shape), dim=1)
+    return torch.cat([by_head(part) for part in parts], dim=1).squeeze(0)
 
 
-def _output(result: Any) -> Tensor:
-    """FlashAttention 3 and 4 give the output, or it and the lse."""
-    return result if isinstance(result, Tensor) else result[0]
+def _in_parts(shape: Shape, linear: Function, rope: Function, attend: Function) -> Function:
+    """rope_attention as projection, RoPE and attention of (q, k, v)."""
+    turn = OPS["rope"].with_options(rope, shape)
 
-
-def _other_ways(shape: Shape, dtype: str, function: Function) -> list[Provider]:
-    """Ours by each route that the tables do not take, plain Triton beside Gluon, and without the
-    one-pass backward where that runs by itself."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    sizes = (shape.B, shape.T, shape.H, shape.D)
-    problem = Problem(gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
-    taken = {t.choose(problem.gpu, *problem.key()).route for t in (FWD_TABLE, BWD_TABLE)}
-    others = [route for route in ("library", "triton") if taken != {route} and dtype != "fp32"]
-    ways = {f"ours-{route}": functools.partial(forced_route, route) for route in others}
-    if bwd_launch(*problem).one_pass is not None:
-        ways["ours-split"] = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
-    return [ours(name, function, context) for name, context in ways.items()]
-
-
-def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    def packed(module: Any) -> Function:
-        return lambda qkv: module.flash_attn_qkvpacked_func(qkv)
-
-    def separate(module: Any) -> Function:
-        return lambda qkv: _output(module.flash_attn_func(*qkv.unbind(2)))
-
-    def xformers(module: Any) -> Function:
-        return lambda qkv: module.memory_efficient_attention(*qkv.unbind(2))
-
-    low = [
-        imported("flash_attn", "flash_attn", packed),
-        imported("flash_attn_3", "flash_attn_interface", separate),
-        imported("flash_attn_4", "flash_attn.cute", separate),
-        imported("xformers", "xformers.ops", xformers),
-    ]
-    return [
-        *sdpa_backends(torch_), *sdpa_unpacked(), *(low if dtype != "fp32" else ()),
-        *_other_ways(shape, dtype, fused),
-    ]  # fmt: skip
-
-
-# --- qkv_attention: the QKV projection and attention as one Function
-
-
-def qkv_attention_shapes() -> Iterator[Shape]:
-    yield from vits()
-    yield from token_sweep(most=4097)
-
-
-def _projected_by_head(shape: Shape) -> Function:
-    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return by_head(F.linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)))
+    def run(x: Tensor, weight: Tensor, bias: Tensor, **tables: Tensor) -> Tensor:
+        q, k, v = linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)).unbind(2)
+        return attend(*turn(q, k, **tables), v)
 
     return run
 
 
-def qkv_attention_flops(shape: Shape) -> Pair:
-    """The projection's and attention's."""
-    (a, b), (c, d) = _products(shape, shape.C, 3 * shape.C), attention_flops(shape)
-    return a + c, b + d
-
-
-def _projected_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    return [*sdpa_backends(torch_), *_other_ways(shape, dtype, fused)]
-
-
-# --- rope: queries and keys of a packed qkv, qk-norm or none; rope_attention
-
-# Tokens -> of them prefix: DINOv3 at 224 and 256, Perception Encoder and EVA02 at 448.
-PREFIX = {201: 5, 261: 5, 1025: 1}
-INTERLEAVED = "interleaved"  # Perception Encoder, EVA02, V-JEPA 2
-NORMED = "layer_norm"
-LEARNT = "learnt"  # tables of each head, with gradients: RoPE-ViT "mixed"
-
-
-def rope_shapes() -> Iterator[Shape]:
-    for T in PREFIX:
-        for model in ("B", "L", "S"):
-            C, _, H, width = VITS[model]
-            tier = int(T != 201) if model == "B" else 2
-            for variant in ("", INTERLEAVED, NORMED):
-                yield Shape(f"ViT-{model}", batch(T), T, C, H, width, tier, variant=variant)
-    yield replace(vit("B", 224, 1), variant=LEARNT)
+def _turned_by_head(shape: Shape, **inputs: Tensor) -> Tensor:
+    parts = _in_parts(shape, F.linear, rope_ref, lambda *qkv: by_head(torch.stack(qkv, 2)))
+    return parts(**inputs)
 
 
 def _rope_sizes(shape: Shape) -> dict[str, Any]:
     """Lengths that are not in PREFIX have a class token."""
-    learnt, normed = shape.variant == LEARNT, shape.variant == NORMED
     return dict(
-        prefix=PREFIX.get(shape.T, 1), lead=(1, shape.H) if learnt else (),
-        norm=NORMED if normed else None,
+        prefix=PREFIX.get(shape.T, 1), lead=(1, shape.H) if shape.variant == LEARNT else (),
+        norm=NORMED if shape.variant == NORMED else None,
     )  # fmt: skip
 
 
@@ -508,84 +537,114 @@ def _rope_options(shape: Shape) -> dict[str, Any]:
     return dict(interleaved=shape.variant in (INTERLEAVED, LEARNT))
 
 
-def rope_flops(shape: Shape) -> Pair:
-    """An element of q and of k: 3 each way; a norm 7 forward, 13 backward; tables that learn 4."""
-    forward, backward = (10, 16) if shape.variant == NORMED else (3, 3)
-    backward += 4 if shape.variant == LEARNT else 0
-    return _elements(shape, 2 * forward, 2 * backward)
+def _torch_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    y = F.rms_norm(x, x.shape[-1:], weight, EPS)
+    return y if residual is None else residual + y
 
 
-def _in_parts(shape: Shape, linear: Function, rope: Function, attend: Function) -> Function:
-    """Projection, RoPE and attention as ops of their own."""
-    sizes = _rope_sizes(shape)
-    rope = functools.partial(
-        rope, prefix_tokens=sizes["prefix"], norm=sizes["norm"], **_rope_options(shape)
-    )
+def _layer_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
+    def liger(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return module.LigerLayerNormFunction.apply(x, weight, bias, EPS)
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor, **tables: Tensor) -> Tensor:
-        q, k, v = linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)).unbind(2)
-        return attend(*rope(q, k, **tables), v)
+    def quack(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        return module.layernorm_fwd(rows, weight.float(), bias.float(), eps=EPS).view(x.shape)
 
-    return run
-
-
-def _turned_by_head(shape: Shape) -> Function:
-    return _in_parts(shape, F.linear, rope_ref, lambda *qkv: by_head(torch.stack(qkv, 2)))
+    return [
+        imported("liger_kernel", "liger_kernel.ops.layer_norm", liger),
+        imported("quack", "quack.rmsnorm", quack, backward=False),
+    ]
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return fk.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+def _rms_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
+    """Liger's default rounds as Llama does; "gemma" keeps fp32 until the store, as we do."""
+
+    def liger(module: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return module.LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "gemma", False)
+
+    def quack(module: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        return module.rmsnorm(rows, weight.float(), eps=EPS).view(x.shape)
+
+    return [] if shape.variant == ADDED else [
+        imported("liger_kernel", "liger_kernel.ops.rms_norm", liger),
+        imported("quack", "quack.rmsnorm", quack),
+    ]  # fmt: skip
 
 
-def rope_attention_flops(shape: Shape) -> Pair:
-    (a, b), (c, d) = qkv_attention_flops(shape), rope_flops(shape)
-    return a + c, b + d
+def _stored(fused: Function) -> Provider:
+    """Ours rebuilds activations in the backward; the same with all of them stored."""
+    return ours("ours-stored", functools.partial(fused, recompute=False))
+
+
+def _gated_mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
+    def liger(
+        module: Any, x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor,
+        fc2_bias: Tensor, residual: Tensor, gate_weight: Tensor | None = None,
+        gate_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        value = F.linear(x, fc1_weight, fc1_bias)
+        if gate_weight is None:
+            gate, value = value.chunk(2, dim=-1)
+        else:
+            gate = F.linear(x, gate_weight, gate_bias)
+        hidden = module.LigerSiLUMulFunction.apply(gate, value)
+        return residual + F.linear(hidden, fc2_weight, fc2_bias)
+
+    peers = [_stored(fused), imported("liger_kernel", "liger_kernel.ops.swiglu", liger)]
+    return peers[:1] if shape.variant == "norm" else peers
+
+
+def _other_ways(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
+    """Each backend of SDPA; ours by each route that the tables do not take, plain Triton beside
+    Gluon, and without the one-pass backward where that runs by itself."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    sizes = (shape.B, shape.T, shape.H, shape.D)
+    problem = Problem(gpu(device), DTYPES[dtype], sizes, shape.T, "none", False, "ieee")
+    taken = {t.choose(problem.gpu, *problem.key()).route for t in (FWD_TABLE, BWD_TABLE)}
+    others = [route for route in ("library", "triton") if taken != {route} and dtype != "fp32"]
+    ways = {f"ours-{route}": functools.partial(attention_route, route) for route in others}
+    if bwd_launch(*problem).one_pass is not None:
+        ways["ours-split"] = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
+    return [*sdpa_backends(torch_), *(ours(name, fused, way) for name, way in ways.items())]
+
+
+def _output(result: Any) -> Tensor:
+    """FlashAttention 3 and 4 give the output, or it and the lse."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
+    def flash_attn(module: Any, qkv: Tensor) -> Tensor:
+        return module.flash_attn_qkvpacked_func(qkv)
+
+    def separate(module: Any, qkv: Tensor) -> Tensor:
+        return _output(module.flash_attn_func(*qkv.unbind(2)))
+
+    def xformers(module: Any, qkv: Tensor) -> Tensor:
+        return module.memory_efficient_attention(*qkv.unbind(2))
+
+    own = [*_other_ways(shape, dtype, torch_, fused), *sdpa_unpacked()]
+    return own if dtype == "fp32" else [
+        *own, imported("flash_attn", "flash_attn", flash_attn),
+        imported("flash_attn_3", "flash_attn_interface", separate),
+        imported("flash_attn_4", "flash_attn.cute", separate),
+        imported("xformers", "xformers.ops", xformers),
+    ]  # fmt: skip
 
 
 def _turned_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    parts = _in_parts(shape, fk.linear, fk.rope, _heads_first)
+    def attend(*qkv: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        return fk.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+    parts = _in_parts(shape, fk.linear, fk.rope, attend)
     return [*sdpa_backends(torch_), ours("ours-parts", parts)]
 
 
-# --- varlen_attention. What the host knows of the lengths (indices that pad, block masks) is made
-# once a case, as a model makes it once a step. The loop of SDPA waits for the device at each call.
-
-EQUAL, SPREAD = "equal", "spread"  # all of T tokens; from T / 8 to T, in no order
-
-
-def varlen_attention_shapes() -> Iterator[Shape]:
-    """T is the longest sequence, B their number."""
-    packed = vit("B", 224)
-    yield replace(packed, variant=SPREAD)
-    yield replace(packed, variant=EQUAL, tier=1)
-    yield Shape("NaFlex-B", batch(1024), 1024, 768, 12, 3072, 1, variant=SPREAD)
-    yield Shape("SigLIP2-So400m", batch(256), 256, 1152, 16, 4304, 1, variant=SPREAD)
-    yield Shape("Qwen2.5-VL", batch(64), 64, 1280, 16, 3420, 1, variant=EQUAL)  # windows
-    yield Shape("Qwen2-VL", batch(4096), 4096, 1280, 16, 5120, 2, variant=SPREAD)
-    yield Shape("Swin-T", batch(49), 49, 96, 3, 384, 2, variant=EQUAL)
-
-
-def lengths(shape: Shape) -> list[int]:
-    """Of the sequences of a case, the same at every run."""
-    if shape.variant != SPREAD or shape.B == 1:
-        return [shape.T] * shape.B
-    least = shape.T // 8
-    found = [least + (shape.T - least) * i // (shape.B - 1) for i in range(shape.B)]
-    random.Random(0).shuffle(found)
-    return found
-
-
-def varlen_attention_flops(shape: Shape) -> Pair:
-    return _attention_flops(shape.H, shape.D, sum(n * n for n in lengths(shape)))
-
-
-def _packed_by_head(shape: Shape) -> Function:
-    def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        parts = qkv.unsqueeze(0).split(lengths(shape), dim=1)
-        return torch.cat([by_head(part) for part in parts], dim=1).squeeze(0)
-
-    return run
+# varlen_attention: what the host knows of the lengths (indices that pad, block masks) is made once
+# a case, as a model makes it once a step. The loop of SDPA waits for the device at each call.
 
 
 def on_padded(shape: Shape, attend: Function) -> Function:
@@ -596,29 +655,13 @@ def on_padded(shape: Shape, attend: Function) -> Function:
     def indices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         n = torch.tensor(lengths(shape), device=device)
         offs = torch.arange(shape.T, device=device)
-        shown = offs < n[:, None]
-        starts = n.cumsum(0) - n
+        shown, starts = offs < n[:, None], n.cumsum(0) - n
         token = torch.where(shown, starts[:, None] + offs, 0)
         return shown, token, shown.flatten().nonzero().squeeze(1)
 
     def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
         shown, token, place = indices(qkv.device)
         return attend(qkv[token], attn_mask=shown[:, None, None]).flatten(0, 1)[place]
-
-    return run
-
-
-def on_nested(shape: Shape) -> Function:
-    """SDPA of torch's nested tensors, laid out (total, H, D): q, k and v are copies."""
-
-    def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = (
-            torch.nested.nested_tensor_from_jagged(
-                x.contiguous(), cu_seqlens, min_seqlen=min(lengths(shape)), max_seqlen=shape.T
-            ).transpose(1, 2)
-            for x in qkv.unbind(1)
-        )
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()
 
     return run
 
@@ -647,35 +690,40 @@ def by_flex(shape: Shape) -> Function:
 
 
 def _varlen_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    T = shape.T
+    T, n = shape.T, lengths(shape)
 
-    def torch_varlen(module: Any) -> Function:
-        return lambda qkv, cu_seqlens: module.varlen_attn(
-            *qkv.unbind(1), cu_seqlens, cu_seqlens, T, T
+    def nested(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """SDPA of torch's nested tensors, laid out (total, H, D): q, k and v are copies."""
+        q, k, v = (
+            torch.nested.nested_tensor_from_jagged(
+                x.contiguous(), cu_seqlens, min_seqlen=min(n), max_seqlen=T
+            ).transpose(1, 2)
+            for x in qkv.unbind(1)
         )
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()
 
-    def flash_attn(module: Any) -> Function:
-        return lambda qkv, cu_seqlens: module.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, T)
+    def torch_varlen(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return module.varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, T, T)
 
-    def separate(module: Any) -> Function:
-        def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-            given = {f"cu_seqlens_{x}": cu_seqlens for x in "qk"}
-            given |= {f"max_seqlen_{x}": T for x in "qk"}
-            return _output(module.flash_attn_varlen_func(*qkv.unbind(1), **given))
+    def flash_attn(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return module.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, T)
 
-        return run
+    def separate(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+        starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
+        most = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), T)
+        return _output(module.flash_attn_varlen_func(*qkv.unbind(1), **starts, **most))
 
-    def xformers(module: Any) -> Function:
-        mask = module.fmha.attn_bias.BlockDiagonalMask.from_seqlens(lengths(shape))
+    @functools.cache
+    def mask() -> Any:
+        bias = importlib.import_module("xformers.ops").fmha.attn_bias
+        return bias.BlockDiagonalMask.from_seqlens(n)
 
-        def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-            q, k, v = (x.unsqueeze(0) for x in qkv.unbind(1))
-            return module.memory_efficient_attention(q, k, v, attn_bias=mask).squeeze(0)
-
-        return run
+    def xformers(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
+        q, k, v = (x.unsqueeze(0) for x in qkv.unbind(1))
+        return module.memory_efficient_attention(q, k, v, attn_bias=mask()).squeeze(0)
 
     own = [
-        plain("sdpa-padded", on_padded(shape, attention_ref)), plain("nested", on_nested(shape)),
+        plain("sdpa-padded", on_padded(shape, attention_ref)), plain("nested", nested),
         ours("ours-padded", on_padded(shape, fk.attention)),
     ]  # fmt: skip
     return own if dtype == "fp32" else [
@@ -690,79 +738,99 @@ def _varlen_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -
 # --- the table
 
 _FC1 = ("x", "weight", "bias")
-_ATTENTION = ("qkv y lse", "dy qkv y lse dqkv")
+_QKV = ("qkv y lse", "dy qkv y lse dqkv")
 _PROJECTED = ("x weight heads y lse", "dy x weight heads y lse dx dweight")
 _HIDDEN = "fc1_weight fc2_weight"
 _GATED = f"gate_weight {_HIDDEN}"
 _GATED_FORWARD = f"x residual {_GATED} y hidden hidden"
 _GATED_BACKWARD = f"dy x hidden hidden {_GATED} dx dgate_weight dfc1_weight dfc2_weight"
+_NORM_DTYPES = ("bf16", "amp", "fp16", "fp32")  # amp: fp32 in, bf16 out, as in training
 
 OPS = {
     op.name: op
     for op in (
         Op(
-            "layer_norm", layer_norm_shapes, layer_norm_flops,
-            {"": ("x y mean rstd", "dy x dx mean rstd")},
-            _layer_norm_peers, _torch_layer_norm, dtypes=NORM_DTYPES,
+            # forward mean 1, centre 1, squares 2, scale 1, affine 2; backward likewise
+            "layer_norm", lambda: (*vits(), *head_sweep(197)), lambda s: _elements(s, 7, 13),
+            {"": ("x y mean rstd", "dy x dx mean rstd")}, _layer_norm_peers,
+            lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
+            dtypes=_NORM_DTYPES,
         ),
         Op(
-            "rms_norm", rms_norm_shapes, rms_norm_flops,
+            # forward squares 2, scale 1, weight 1, a residual 1; backward likewise
+            "rms_norm", rms_norm_shapes,
+            lambda s: _elements(s, 5 if s.variant == ADDED else 4, 9),
             {"": ("x y rstd", "dy x dx rstd"), ADDED: ("x residual y rstd", "dy x dx rstd")},
-            _rms_norm_peers, _torch_rms_norm, sizes=_of_heads,
+            _rms_norm_peers, _torch_rms_norm,
+            sizes=lambda s: dict(rows=(s.B, s.T, s.H), C=s.D) if s.variant == HEADS else {},
             given=lambda s: ("x", "weight", "residual") if s.variant == ADDED else (),
-            dtypes=NORM_DTYPES,
+            dtypes=_NORM_DTYPES,
         ),
         Op(
-            "linear", linear_shapes, linear_flops,
+            # its two epilogues in a ViT: proj (LayerScale, residual), fc1 (exact GELU)
+            "linear", lambda: (replace(s, variant=v) for s in vits() for v in ("proj", "fc1")),
+            lambda s: _products(s, s.C, s.F if s.variant == "fc1" else s.C),
             # dresidual is dy; what the GELU took is kept
             {"": ("x weight residual y", "dy x weight dx dweight"),
              "fc1": ("x weight y y", "dy x weight y dx dweight")},
             lambda shape, dtype, torch_, fused: gemm_routes(fused),
-            sizes=lambda s: dict(N=s.F) if _is_fc1(s) else {},
-            options=lambda s: dict(activation="gelu" if _is_fc1(s) else None),
-            given=lambda s: _FC1 if _is_fc1(s) else (*_FC1, "residual", "layer_scale"),
+            sizes=lambda s: dict(N=s.F) if s.variant == "fc1" else {},
+            options=lambda s: dict(activation="gelu" if s.variant == "fc1" else None),
+            given=lambda s: _FC1 if s.variant == "fc1" else (*_FC1, "residual", "layer_scale"),
         ),
         Op(
-            "rope", rope_shapes, rope_flops,
+            # queries and keys of a packed qkv, qk-norm or none
+            "rope", rope_shapes, _rope,
             {"": ("q k cos sin q k", "dq dk cos sin dq dk"),
              NORMED: ("q k cos sin q k", "dq dk q k cos sin dq dk"),
              LEARNT: ("q k cos sin q k", "dq dk q k cos sin dq dk dcos dsin")},
             sizes=_rope_sizes, options=_rope_options,
         ),
         Op(
-            "attention", attention_shapes, attention_flops, {"": _ATTENTION}, _attention_peers,
-            long=lambda shape: by_head,
+            "attention", lambda: (*vits(), *token_sweep(), *head_sweep(197, 577, 1025)),
+            _attention, {"": _QKV}, _attention_peers, long=lambda shape, qkv: by_head(qkv),
         ),
         Op(
-            "qkv_attention", qkv_attention_shapes, qkv_attention_flops,
-            {"": _PROJECTED}, _projected_peers, long=_projected_by_head,
+            # the QKV projection and attention as one Function
+            "qkv_attention", lambda: (*vits(), *token_sweep(most=4097)),
+            lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s)),
+            {"": _PROJECTED}, _other_ways, long=_projected_by_head,
         ),
         Op(
-            "rope_attention", rope_shapes, rope_attention_flops,
+            "rope_attention", rope_shapes,
+            lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s), _rope(s)),
             # q and k could turn where they are loaded
             {"": (f"cos sin {_PROJECTED[0]}", f"cos sin {_PROJECTED[1]}")},
             _turned_peers, long=_turned_by_head, sizes=_rope_sizes, options=_rope_options,
         ),
         Op(
-            "varlen_attention", varlen_attention_shapes, varlen_attention_flops,
-            {"": _ATTENTION}, _varlen_peers, long=_packed_by_head, compiled=by_flex,
+            "varlen_attention", varlen_attention_shapes, _attention, {"": _QKV}, _varlen_peers,
+            long=_packed_by_head, compiled=by_flex,
             sizes=lambda s: dict(lengths=tuple(lengths(s))),
         ),
         Op(
-            "mlp", vits, lambda s: _products(s, s.C, 2 * s.F),
+            "mlp", vits, lambda s: _products(s, s.C, 2 * s.F),  # with the residual of its block
             {"": (f"x residual {_HIDDEN} y hidden",
                   f"dy x hidden {_HIDDEN} dx dfc1_weight dfc2_weight")},
-            _mlp_peers,
+            lambda shape, dtype, torch_, fused: [_stored(fused), *gemm_routes(fused)],
         ),
         Op(
             "gated_mlp", gated_mlp_shapes, lambda s: _products(s, s.C, 3 * s.F),
             {"": (_GATED_FORWARD, _GATED_BACKWARD),
              "norm": (f"{_GATED_FORWARD} mean rstd", f"{_GATED_BACKWARD} mean rstd")},
-            _gated_mlp_peers, sizes=_weights_lie,
+            _gated_mlp_peers,
+            sizes=lambda s: dict(
+                separate=s.variant in ("separate", "norm"), norm=s.variant == "norm"
+            ),
         ),
         Op(
-            "patch_embed", vits, patch_embed_flops,
-            {"": ("images weight pos_embed y", "images dweight dpos_embed dy")}, _searched,
+            # with a class token and positions; images need no gradient, as in training
+            "patch_embed", vits, _patches,
+            {"": ("images weight pos_embed y", "images dweight dpos_embed dy")},
+            lambda shape, dtype, torch_, fused: [
+                plain("eager, cudnn.benchmark", torch_,
+                      context=lambda: replaced(torch.backends.cudnn, "benchmark", True))
+            ],
         ),
     )
 }  # fmt: skip

@@ -1,4 +1,5 @@
 """What a run measures and in which order: the most telling rows first, as far as the time goes.
+Also the goals of this project, once: which rows decide each, and whether it is met.
 
 A task is one case with some of its providers. Its seconds are a guess that serves the order alone:
 a task that would not end in time is left out, and a cheaper one may still come.
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,18 +19,15 @@ from typing import Any
 import torch
 
 from bench import host, models
-from bench.measure import Bench, measure_op
-from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase, missing_option
-from bench.ops import MODES, OPS, Draw, Op
-from bench.providers import BASELINE, SEARCH, Provider, Shape
-from bench.rows import Row
-from bench.targets import LONG_T, NORMED, OF_VIT_B, PACKED, SHORT_T, has_part, of_tokens
-from fastvit_kernels.commands.console import CommandError
+from bench.measure import COPY, SETTLED, Bench, measure_op
+from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase
+from bench.ops import BASELINE, MODES, OPS, SEARCH, Draw, Op, Provider, Shape, has_part, shape_of
+from bench.rows import FAILED, OK, ROOF, Key, Row, least
+from fastvit_kernels.commands.console import CommandError, aligned
 from fastvit_kernels.verify.cases import OPS as REGISTRY
 from fastvit_kernels.verify.op import run_backward
 
 WHOLE = ("vit", "profile", "host")
-Key = tuple[str, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,8 @@ _OP_GROUPS = (("", 0, 8.0), ("compile", 2, 20.0), (SEARCH, 5, 60.0))
 def _keys(
     op: Op, shape: Shape, dtype: str, modes: Sequence[str], providers: Iterable[Provider]
 ) -> tuple[Key, ...]:
-    return tuple(
-        (op.name, p.name, shape.id, dtype, mode)
-        for mode in modes
-        for p in providers
-        if p.backward or mode == "fwd"
-    )
+    pairs = ((p.name, mode) for mode in modes for p in providers if p.backward or mode == "fwd")
+    return tuple((op.name, name, shape.id, dtype, mode) for name, mode in pairs)
 
 
 def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
@@ -106,16 +103,14 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
             late = dtype in ("fp16", "fp32")
             if (late and shape.tier > 2) or not wanted.case(shape.id, dtype):
                 continue
-            asked = [p for p in op.everyone(shape, dtype) if wanted.provider(p.name)]
+            asked = [p for p in op.providers(shape, dtype) if wanted.provider(p.name)]
             for p in (p for p in asked if not p.installed):
                 wanted.say(f"{p.name} is not measured: {p.package} is not installed")
             for name, later, seconds in _OP_GROUPS:
                 group = [p for p in asked if p.installed and name == p.name * p.compiled]
                 run = functools.partial(measure_op, op, shape, dtype, modes)
-                yield Task(
-                    shape.tier + (3 if late else 0) + later, seconds,
-                    f"{op.name} {shape.id} {dtype}", _keys(op, shape, dtype, modes, group), run,
-                )  # fmt: skip
+                keys, tier = _keys(op, shape, dtype, modes, group), shape.tier + later + 3 * late
+                yield Task(tier, seconds, f"{op.name} {shape.id} {dtype}", keys, run)
 
 
 # --- whole models
@@ -173,55 +168,51 @@ def _has_host(wanted: Wanted, name: str) -> bool:
     return here
 
 
-def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
+def _vit_keys(case: Case, names: Iterable[str]) -> tuple[Key, ...]:
+    return tuple((VIT, name, case.id, case.dtype, case.mode) for name in names)
+
+
+def _vit_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
     for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
         if not wanted.model and not _has_host(wanted, case.host):
             continue
-        asked = wanted.case(case.id, case.dtype, case.mode)
+        asked, title = wanted.case(case.id, case.dtype, case.mode), f"{case.dtype} {case.mode}"
         for later, seconds, names in _VIT_GROUPS:
-            names = [n for n in names if asked and wanted.provider(n)]
-            keys = tuple((VIT, n, case.id, case.dtype, case.mode) for n in names)
-            title = f"{case.id} {case.dtype} {case.mode}"
+            keys = _vit_keys(case, (n for n in names if asked and wanted.provider(n)))
             run = functools.partial(models.measure_vit, case)
-            yield Task(tier + later, factor * seconds, title, keys, run)
+            yield Task(tier + later, factor * seconds, f"{case.id} {title}", keys, run)
 
 
-def _profile_tasks(wanted: Wanted) -> Iterator[Task]:
+def _profile_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
     if not _has_host(wanted, "timm"):
         return
     for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
-        for name in ("eager", "swapped"):
+        for name in (BASELINE, "swapped"):
             if wanted.provider(name) and wanted.case(case.id):
                 keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
-                title = f"profile of {case.id}, {name}"
-                measure = functools.partial(models.measure_profile, case, name)
-                yield Task(tier, 15.0, title, keys, lambda _, bench, run=measure: run(bench))
+                run = functools.partial(models.measure_profile, case)
+                yield Task(tier, 15.0, f"profile of {case.id}, {name}", keys, run)
 
 
-def _host_tasks(device: torch.device) -> Iterator[Task]:
-    ops = (*host.models(), *REGISTRY)
-    keys = tuple(
-        (host.OP, p, op, "fp32", m) for op in ops for m in host.MODES for p in host.ways(device)
-    )
+def _host_tasks(_: Wanted, device: torch.device) -> Iterator[Task]:
+    found = itertools.product((*host.models(), *REGISTRY), host.MODES, host.ways(device))
+    keys = tuple((host.OP, provider, name, "fp32", mode) for name, mode, provider in found)
     yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
 
 
 def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     """The tasks in the order in which they are measured; `wanted.said` gets what cannot be had."""
-    whole = {
-        "vit": lambda: _vit_tasks(wanted), "profile": lambda: _profile_tasks(wanted),
-        "host": lambda: _host_tasks(device),
-    }  # fmt: skip
     found: list[Task] = []
     known: set[str] = set()
     for name in wanted.ops:
-        if name in whole:
-            found += whole[name]()
-            known |= {*WAYS}
-        else:
+        if name in OPS:
             op = OPS[name]
             found += _op_tasks(op, wanted)
-            known |= {p.name for s in op.shapes() for p in op.everyone(s, op.dtypes[0])}
+            known |= {p.name for s in op.shapes() for p in op.providers(s, op.dtypes[0])}
+            continue
+        make = {"vit": _vit_tasks, "profile": _profile_tasks, "host": _host_tasks}[name]
+        found += make(wanted, device)
+        known |= {*WAYS}
     for name in wanted.providers:
         if name not in known:
             wanted.say(f"unknown provider {name!r}; there are {', '.join(sorted(known))}")
@@ -231,17 +222,261 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
     return sorted((t for t in found if t.keys), key=lambda t: t.tier)
 
 
+# --- the goals: for an H100 or H200, in bf16; of another GPU a table has the ratios alone
+
+GPUS = ("H100", "H200")  # that the goals are for
+SDPA = (
+    "sdpa-flash", "sdpa-cudnn", "sdpa-flash-unpacked", "sdpa-cudnn-unpacked", "sdpa-efficient",
+    "flash_attn", "flash_attn_3", "flash_attn_4",
+)  # fmt: skip
+VIT_B = "timm-ViT-B-224-B256"
+OF_VIT_B = "ViT-B-B128-T197-C768-H12"
+PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
+SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table: in each of the rows' cases, ours against the best of its peers.
+
+    kind: "time"; "memory", the peak of both; "copy" or "matmul", ours as a share of that roof.
+    shapes: endings of a shape's id, or parts of it, one of which a case must have.
+    ours, peers: providers; one that ends in "-" or "+" stands for all that begin so.
+    """
+
+    name: str
+    op: str
+    mode: str
+    shapes: tuple[str, ...]
+    least: float
+    peers: tuple[str, ...] = ()
+    kind: str = "time"
+    ours: tuple[str, ...] = ("ours", "ours-")
+    dtype: str = "bf16"
+
+    def has(self, row: Row) -> bool:
+        return (row.op, row.dtype, row.mode) == (self.op, self.dtype, self.mode) and any(
+            has_part(row.shape, part) for part in self.shapes
+        )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row of the table of goals; `least` in words, what decides it in `claims`."""
+
+    work: str
+    against: str
+    least: str
+    claims: tuple[Claim, ...]
+
+
+def of_tokens(tokens: Iterable[int]) -> tuple[str, ...]:
+    """Parts of the ids of a sweep over T."""
+    return tuple(f"T{T}-C768-H12" for T in tokens)
+
+
+def _attention(name: str, tokens: Sequence[int], least: float) -> tuple[Claim, ...]:
+    shapes = of_tokens(tokens)
+    return tuple(
+        Claim(f"attention {mode}, T = {name}", "attention", mode, shapes, least, SDPA)
+        for mode in ("fwd", "bwd")
+    )
+
+
+def _step(
+    name: str, shape: str, least: float, *peers: str, kind: str = "time",
+    ours: tuple[str, ...] = ("swapped", "swapped+"),
+) -> Claim:  # fmt: skip
+    return Claim(name, "vit", "train", (shape,), least, peers, kind, ours, "amp")
+
+
+GOALS = (
+    Goal(
+        "attention forward and backward, D = 64, T = 197 and 257",
+        "best forced SDPA backend (cuDNN, flash; qkv packed or not), FA3 and FA4 if installed",
+        "1.3x", _attention("197, 257", SHORT_T, 1.3),
+    ),
+    Goal("the same, T = 577 to 4097", "the same", "1.0x", _attention("577..4097", LONG_T, 1.0)),
+    Goal(
+        "layer_norm and rms_norm, forward / backward", "copy roof", "85 % / 75 %",
+        tuple(
+            Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
+            for op in ("layer_norm", "rms_norm") for mode, least in (("fwd", 0.85), ("bwd", 0.75))
+        ),
+    ),
+    Goal(
+        "MLP forward + backward, exact GELU; SwiGLU", "torch.compile max-autotune", "1.15x",
+        (Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
+         Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,))),
+    ),
+    Goal(
+        "rope + qk-norm forward + backward", "torch.compile", "1.3x",
+        (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", SEARCH)),),
+    ),
+    Goal(
+        "patch_embed forward", "conv2d (cudnn.benchmark) + cat + add", "2x",
+        (Claim("patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0,
+               (BASELINE, "eager, cudnn.benchmark")),),
+    ),
+    Goal(
+        "ViT-B/16 224 training step, fp32 parameters, bf16 autocast, batch 256",
+        "eager, both as they are or both as graphs / max-autotune / sustained matmul roof",
+        "1.6x / 1.2x / 60 %",
+        (_step("ViT-B step, eager", VIT_B, 1.6, BASELINE, ours=("swapped",)),
+         _step("ViT-B step, graphs", VIT_B, 1.6, EAGER_GRAPH, ours=("swapped+graph",)),
+         _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
+         _step("ViT-B step, matmul roof", VIT_B, 0.6, kind="matmul")),
+    ),
+    Goal(
+        "ViT-Ti/16, S/16 training step; DINOv3 ViT-B", "max-autotune", "1.5x; 1.3x",
+        (_step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
+         _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
+         _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH)),
+    ),
+    Goal(
+        'peak memory of ViT-B, batch 256: default; memory="low"', "eager", "0.8x; 0.6x",
+        (_step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
+         _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",))),
+    ),
+    Goal(
+        "ViT-L training step with drop_path 0.4, skipped", "the same without skipping", "1.3x",
+        (_step("ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, "swapped",
+               ours=("swapped-skip",)),),
+    ),
+)  # fmt: skip
+
+
+def has_goals(row: Row) -> bool:
+    return not row.gpu or any(name in row.gpu for name in GPUS)
+
+
+def _is(provider: str, names: Iterable[str]) -> bool:
+    return any(provider == n or (n[-1] in "-+" and provider.startswith(n)) for n in names)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rows say of one claim in its worst case. `ratio` is what `least` is held against."""
+
+    claim: Claim
+    shape: str = ""
+    ours: Row | None = None
+    peer: Row | None = None
+    ratio: float | None = None
+    open: str = ""  # why there is no ratio
+
+    @property
+    def met(self) -> bool:
+        over = math.nan if self.ratio is None else self.ratio - self.claim.least
+        return over <= 0 if self.claim.kind == "memory" else over >= 0
+
+    @property
+    def word(self) -> str:
+        if self.ratio is None or self.ours is None:
+            return self.open
+        return "no goal" if not has_goals(self.ours) else "met" if self.met else "MISSED"
+
+
+def _roof(rows: Sequence[Row], kind: str) -> float | None:
+    """GB/s of the copy, TFLOP/s of the matmul that runs for long."""
+    mode, dtype = (COPY, "uint8") if kind == "copy" else (SETTLED, "bf16")
+    found = (r for r in rows if (r.op, r.mode, r.dtype, r.status) == (ROOF, mode, dtype, OK))
+    return next((r.gbps if kind == "copy" else r.tflops for r in found), None)
+
+
+def _of_case(claim: Claim, shape: str, own: Sequence[Row], roof: float | None) -> Verdict:
+    mine, kind = [r for r in own if _is(r.provider, claim.ours)], claim.kind
+    # A peer that breaks the 2x rule is still what ours is measured against.
+    peers = (r for r in own if _is(r.provider, claim.peers) and r.status in (OK, FAILED))
+    field = "peak_mib" if kind == "memory" else "device_ms"
+    ours, peer = least((r for r in mine if r.status == OK), field), least(peers, field)
+    if ours is None:
+        why = next((f"{r.status}: {r.note}" for r in mine if r.status != OK), "not measured")
+        return Verdict(claim, shape, peer=peer, open=why)
+    if kind in ("copy", "matmul"):
+        rate = ours.gbps if kind == "copy" else ours.tflops
+        ratio = None if roof is None or rate is None else rate / roof
+        return Verdict(claim, shape, ours, None, ratio, "no roof measured")
+    if peer is None:
+        return Verdict(claim, shape, ours, open="no peer measured")
+    if kind == "memory":
+        return Verdict(claim, shape, ours, peer, (ours.peak_mib or 0) / (peer.peak_mib or 1))
+    times = ours.like_times(peer)
+    return Verdict(claim, shape, ours, peer, times[1] / times[0] if times else None, "no time")
+
+
+def verdict(claim: Claim, rows: Sequence[Row]) -> Verdict:
+    """Of the case in which a claim is furthest from what it wants; of an open one, if there is."""
+    own = [r for r in rows if claim.has(r)]
+    if not own:
+        return Verdict(claim, open="not measured")
+    roof = _roof(rows, claim.kind)
+    cases = list(dict.fromkeys(r.shape for r in own))
+    found = [_of_case(claim, c, [r for r in own if r.shape == c], roof) for c in cases]
+    known = [v for v in found if v.ratio is not None]
+    wrong = [v for v in found if v.ratio is None and v.ours is None and v.open != "not measured"]
+    if wrong or not known:
+        return (wrong or found)[0]
+    worst = max if claim.kind == "memory" else min
+    return worst(known, key=lambda v: v.ratio or 0.0)
+
+
+CLAIM_HEADER = ("target", "wanted", "ours", "best peer", "ratio", "of roof", "verdict")
+
+
+def _measured(row: Row | None, kind: str) -> str:
+    """Time or memory, and whose; `*`: it breaks the 2x rule."""
+    if row is None:
+        return "-"
+    value = f"{row.peak_mib:,.0f} MiB" if kind == "memory" else f"{row.device_ms:.4g} ms"
+    return f"{value} {row.provider}{'*' * (row.status == FAILED)}"
+
+
+def claim_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The table that ends a run, below CLAIM_HEADER: a line for each claim."""
+    found, sustained = [], _roof(rows, "matmul")
+    for claim in (claim for goal in GOALS for claim in goal.claims):
+        v = verdict(claim, rows)
+        share, roof = (v.ours.roof_share, v.ours.roof) if v.ours else (None, "")
+        if v.ours and claim.op == "vit":  # a step is held against what the GPU sustains
+            share, roof = (v.ours.tflops or 0.0) / (sustained or math.inf), "matmul"
+        where = re.search(r"(?<=-)T\d+", v.shape) if len(claim.shapes) > 1 else None
+        of_roof = claim.kind in ("copy", "matmul")
+        found.append(
+            (
+                claim.name + (f" ({where[0]})" if where else ""),
+                f"{100 * claim.least:.0f} % {claim.kind}" if of_roof else f"{claim.least:g}x",
+                _measured(v.ours, claim.kind),
+                _measured(v.peer, claim.kind) if claim.peers else "roof",
+                "" if v.ratio is None else f"{v.ratio:.2f}",
+                f"{100 * share:.0f} % {roof}" if share else "", v.word,
+            )
+        )  # fmt: skip
+    return found
+
+
+def claim_table(rows: Sequence[Row]) -> str:
+    return aligned([CLAIM_HEADER, *claim_lines(rows)])
+
+
+def goal_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """The table of goals for a page: work, against, at least, measured."""
+    found = []
+    for goal in GOALS:
+        verdicts = [verdict(claim, rows) for claim in goal.claims]
+        ratios = ("" if v.ratio is None else f"{v.ratio:.2f} " for v in verdicts)
+        cells = [f"{v.claim.name}: {r}{v.word}" for v, r in zip(verdicts, ratios, strict=True)]
+        measured = "not yet" if all(v.ours is None for v in verdicts) else "; ".join(cells)
+        found.append([goal.work, goal.against, goal.least, measured])
+    return found
+
+
 # --- what the goals need: every peer in the same turns as ours, most telling first. Seconds are
 # guesses for 16 cores; the compiler's search is for about 18 products of 20 configs a model.
 
 DINOV3 = "timm:vit_base_patch16_dinov3"
 GRAPHS = ("swapped", "swapped+graph")
 PLAIN = (BASELINE, EAGER_GRAPH, *GRAPHS, "compile")
-
-
-def shape_of(op: str, part: str) -> Shape:
-    """The op's first shape whose id has this part."""
-    return next(s for s in OPS[op].shapes() if has_part(s.id, part))
 
 
 def op_target(
@@ -253,37 +488,36 @@ def op_target(
     only new one: the others are measured again in its turns.
     """
 
-    def asked(p: Provider) -> bool:
-        return searches if p.name == SEARCH else not p.compiled or compiles
-
-    providers = [p for p in op.everyone(shape, "bf16") if p.installed and asked(p)]
+    providers = [
+        p
+        for p in op.providers(shape, "bf16")
+        if p.installed and (searches if p.name == SEARCH else compiles or not p.compiled)
+    ]
     new = [p for p in providers if not searches or p.name == SEARCH]
     beside = [p.name for p in providers if p not in new]
 
-    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
-        return measure_op(op, shape, "bf16", modes, (*names, *beside), bench)
-
     def touch(device: torch.device) -> None:
         """Each provider that compiles once, forward and backward, but for the search."""
-        inputs = op.inputs(shape, torch.bfloat16, Draw(device, torch.bfloat16))
+        inputs = op.inputs(shape, Draw(device, torch.bfloat16))
         for p in providers:
             if p.name != SEARCH and (p.ours or p.compiled):
                 with p.context():
                     given = inputs.values() if p.backward else ()
                     run_backward(p.make()(**inputs), given, torch.randn_like)
 
-    name = f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}"
-    seconds = 90.0 if searches else 25.0 if compiles else 12.0
-    return Task(0, seconds, name, _keys(op, shape, "bf16", modes, new), run, True, touch)
+    return Task(
+        0, 90.0 if searches else 25.0 if compiles else 12.0,
+        f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}",
+        _keys(op, shape, "bf16", modes, new),
+        lambda names, bench: measure_op(op, shape, "bf16", modes, (*names, *beside), bench),
+        True, touch,
+    )  # fmt: skip
 
 
 def vit_target(
     case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 240.0
 ) -> Task:
     """A model in some ways; those `beside` are measured again, in the turns of the others."""
-
-    def run(names: Sequence[str], bench: Bench) -> Iterable[Row]:
-        return models.measure_vit(case, (*names, *beside), bench)
 
     def touch(device: torch.device) -> None:
         """A step of each way that compiles something, but for the search; those `beside` are other
@@ -293,50 +527,42 @@ def vit_target(
                 with WAYS[way].context():
                     models.Runner(case, WAYS[way], device).step()
 
-    keys = tuple((VIT, w, case.id, case.dtype, case.mode) for w in ways)
-    return Task(0, seconds, f"{case.id} {'+'.join(ways)}", keys, run, True, touch)
+    return Task(
+        0, seconds, f"{case.id} {'+'.join(ways)}", _vit_keys(case, ways),
+        lambda names, bench: models.measure_vit(case, (*names, *beside), bench), True, touch,
+    )  # fmt: skip
 
 
-def targets() -> list[Task]:
-    """In the order in which they are measured, without what is not there. Each takes little, so
-    that a hang costs little: attention first, then the step most likely to win by far."""
-    both, tokens, early = ("fwd", "bwd"), SHORT_T + LONG_T, (197, 257, 577, 1025)
-    attention = {
-        T: op_target(OPS["attention"], shape_of("attention", part), both)
-        for T, part in zip(tokens, of_tokens(tokens), strict=True)
-    }
+def targets(parts: Sequence[str] = ()) -> list[Task]:
+    """In the order in which they are measured, without what is not there; of `parts`, those whose
+    title has one. Each takes little, so that a hang costs little: attention first, then the step
+    most likely to win by far."""
+    both, tokens = ("fwd", "bwd"), SHORT_T + LONG_T
 
     def of(op: str, part: str = OF_VIT_B, modes: tuple[str, ...] = both, **options: bool) -> Task:
         return op_target(OPS[op], shape_of(op, part), modes, **options)
 
     def compiled(**options: bool) -> list[Task]:
-        parts = {"mlp": OF_VIT_B, "gated_mlp": PACKED, "rope": NORMED}
-        return [of(op, part, ("both",), compiles=True, **options) for op, part in parts.items()]
+        pairs = (("mlp", OF_VIT_B), ("gated_mlp", PACKED), ("rope", NORMED))
+        return [of(op, part, ("both",), compiles=True, **options) for op, part in pairs]
 
     def vit(case: Case, ways: tuple[str, ...], *more: Any) -> list[Task]:
-        here = importlib.util.find_spec(HOSTS[case.host]) is not None
-        return (
-            [vit_target(case, ways, *more)] if here and not any(map(missing_option, ways)) else []
-        )
+        return [vit_target(case, ways, *more)] if _has_host(Wanted(), case.host) else []
 
+    parts_of = dict(zip(tokens, of_tokens(tokens), strict=True))
+    attention = {T: of("attention", part) for T, part in parts_of.items()}
     base = Case("timm", "B", 224, 256)
     skips = replace(base, model="L", batch=64, drop_path=0.4)
     every = (BASELINE, *GRAPHS, SEARCH)
     mlp, gated_mlp, rope = compiled()
-    return [
-        attention[197], attention[257], *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
-        attention[577], attention[1025], of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
-        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)),
-        *(target for T, target in attention.items() if T not in early),
+    found = [
+        attention.pop(197), attention.pop(257), *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
+        attention.pop(577), attention.pop(1025), of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
+        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)), *attention.values(),
         *vit(base, ("swapped-low",), ("swapped",), 25.0),
         # These turns are the last of eager and ours: all goals' ratios are of them.
         *vit(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)), *compiled(searches=True),
         *vit(NamedCase("timm", DINOV3, 224, 128), every), *vit(replace(base, model="S"), every),
         *vit(replace(base, model="Ti", batch=512), every),
     ]  # fmt: skip
-
-
-def target_tasks(wanted: Iterable[str] = ()) -> list[Task]:
-    """The tasks, or those whose title has one of the wanted parts."""
-    parts = list(wanted)
-    return [t for t in targets() if not parts or any(part in t.title for part in parts)]
+    return [task for task in found if not parts or any(part in task.title for part in parts)]

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import targets
-from bench.ops import OPS
-from bench.providers import BASELINE, SEARCH
+from bench import plan
+from bench.ops import BASELINE, OPS, SEARCH
 from bench.rows import (
     FAILED,
     OK,
@@ -26,10 +25,7 @@ from bench.rows import (
     Row,
     by_case,
     conditions,
-    describe,
-    fastest,
-    is_ours,
-    like_times,
+    least,
     read_rows,
 )
 from fastvit_kernels.commands.console import CommandError, aligned, require
@@ -85,8 +81,8 @@ def case_lines(rows: Iterable[Row]) -> list[list[str]]:
     measured = (r for r in rows if r.op in (*OPS, "vit") and (r.ms or r.status == FAILED))
     for key, found in by_case(measured).items():
         eager = next((r for r in found if r.provider == BASELINE), None)
-        peer = fastest(r for r in found if not is_ours(r) and r.provider != BASELINE)
-        best = fastest(r for r in found if is_ours(r) and r.status == OK)
+        peer = least(r for r in found if not r.is_ours and r.provider != BASELINE)
+        best = least(r for r in found if r.is_ours and r.status == OK)
         failed = ", ".join(r.provider for r in found if r.status == FAILED)
         line = [" ".join(key), ms(eager).partition(" ")[0], ms(peer), ms(best), "", "", ""]
         if best is not None:
@@ -96,48 +92,39 @@ def case_lines(rows: Iterable[Row]) -> list[list[str]]:
     return lines
 
 
-def _other_lines(rows: Iterable[Row]) -> list[list[str]]:
+def _other_lines(rows: Iterable[Row]) -> Iterator[list[str]]:
     """Roofs and stages of a step."""
-    found = []
     for r in (r for r in rows if r.op in (ROOF, "profile")):
         rates = ((r.ms, "ms"), (r.tflops, "TFLOP/s"), (r.gbps, "GB/s"))
         said = ", ".join(f"{number(x)} {unit}" for x, unit in rates if x is not None)
-        found.append([r.op, r.shape, r.dtype, r.mode, r.provider, said or f"{r.status}: {r.note}"])
-    return found
+        yield [r.op, r.shape, r.dtype, r.mode, r.provider, said or f"{r.status}: {r.note}"]
 
 
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
-    """What was measured, as sections of Markdown."""
     other = ("what", "shape", "dtype", "mode", "provider", "")
     found = [
-        ("Cases", HEADER, case_lines(rows)), ("Also", other, _other_lines(rows)),
+        ("Cases", HEADER, case_lines(rows)), ("Also", other, [*_other_lines(rows)]),
         ("Host cost", *host_table(rows)),
     ]  # fmt: skip
-    return [
-        line
-        for title, header, lines in found
-        if lines
-        for line in (f"{level} {title}", "", *markdown(header, lines))
-    ]
+    parts = ([f"{level} {t}", "", *markdown(head, lines)] for t, head, lines in found if lines)
+    return [line for part in parts for line in part]
 
 
 def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
-    """summary.md of one run."""
     head = ["# Benchmark", "", conditions(rows) + ".", "", *(f"- {x}" for x in said), ""]
     return "\n".join([*head, *tables(rows)])
 
 
 def finish(results: Results, said: Sequence[str], console: Any, command: str) -> None:
-    """summary.md, the pictures, and the short table, or the goals'."""
-    rows = list(results.rows.values())
-    write_text(results.folder / SUMMARY, summary(rows, said))
+    rows, folder = list(results.rows.values()), results.folder
     if command == "targets":  # no pictures: `plot` draws them when time is not short
-        print(targets.table(rows))
+        write_text(folder / SUMMARY, summary(rows, said))
+        print(plan.claim_table(rows))
         return
-    _draw(rows, results.folder, console)
+    run_plot(rows, folder, console, said)
     if lines := case_lines(rows)[:MOST_LINES]:
         print(aligned([HEADER, *lines]))
-    console.print(f"{conditions(rows)}\n{results.folder}: {len(rows)} rows", soft_wrap=True)
+    console.print(f"{conditions(rows)}\n{folder}: {len(rows)} rows", soft_wrap=True)
 
 
 # --- two runs
@@ -146,8 +133,7 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
 class Ratio(NamedTuple):
     """B's time over A's, like with like: above 1 is slower. low and high: from p20 and p80."""
 
-    a: Row
-    b: Row
+    key: tuple[str, ...]
     times: tuple[float, float]
     ratio: float
     low: float
@@ -162,10 +148,8 @@ def ratios(a: Sequence[Row], b: Sequence[Row]) -> list[Ratio]:
     """Of the rows measured in both, the slowest first."""
     former = {r.key: r for r in a if r.status == OK}
     found = []
-    for new in b:
-        old = former.get(new.key)
-        times = None if old is None or new.status != OK else like_times(old, new)
-        if old is None or times is None:
+    for old, new in ((former[r.key], r) for r in b if r.status == OK and r.key in former):
+        if (times := old.like_times(new)) is None:
             continue
         graphs = old.graph_ms is not None and new.graph_ms is not None
         (a20, a80), (b20, b80) = (
@@ -173,7 +157,7 @@ def ratios(a: Sequence[Row], b: Sequence[Row]) -> list[Ratio]:
         )
         low = (b20 or times[1]) / (a80 or times[0])
         high = (b80 or times[1]) / (a20 or times[0])
-        found.append(Ratio(old, new, times, times[1] / times[0], low, high))
+        found.append(Ratio(new.key, times, times[1] / times[0], low, high))
     return sorted(found, key=lambda r: -r.ratio)
 
 
@@ -182,7 +166,7 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     found = ratios(a, b)
     lines = [
         (
-            " ".join(r.b.key), *(f"{ms:.4g}" for ms in r.times), f"{r.ratio:.3f}",
+            " ".join(r.key), *(f"{ms:.4g}" for ms in r.times), f"{r.ratio:.3f}",
             f"{r.low:.3f} to {r.high:.3f}", "slower" if r.is_regression(threshold) else "",
         )
         for r in found
@@ -190,10 +174,9 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
     print(aligned([header, *lines]))
-    good = {r.key for r in a if r.status == OK}
-    lost = [r for r in b if r.status != OK and r.key in good]
+    lost = [r for r in b if r.status != OK and r.key in {r.key for r in a if r.status == OK}]
     for row in lost:
-        console.print(describe(row), markup=False, soft_wrap=True)
+        console.print(row.describe(), markup=False, soft_wrap=True)
     slower = sum(r.is_regression(threshold) for r in found)
     console.print(
         f"{len(found)} rows in both; {slower} slower by more than {100 * threshold:.0f}%; "
@@ -205,11 +188,6 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
 
 Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
-NOTHING = (
-    "**Nothing has run on a GPU yet, so this page claims no speed.** The tests run every kernel "
-    "in Triton's\ninterpreter and, compiled for sm_80 and sm_90, as PTX on a CPU; the compile gate "
-    "builds each for seven GPU targets."
-)
 HOST_NOTE = (
     "One thread, tiny tensors (`bench/host.py`). `no launch` does everything in a call but the "
     "launch; `eager` is\nPyTorch's own functions on the same tensors. Median (p20 to p80)."
@@ -227,14 +205,7 @@ def _pictures(folder: Path, name: str, up: str) -> list[str]:
     return [line for link in links for line in (link, "")]
 
 
-def _verdicts(rows: Sequence[Row]) -> list[str]:
-    """The targets that rows decide, as a table."""
-    lines = [line for line in targets.lines(rows) if line[4]]
-    return markdown(targets.HEADER, lines) if lines else []
-
-
 def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
-    """The generated part of docs/benchmarks.md."""
     text: list[str] = []
     for name, rows in results:
         text += [f"### {name}", "", conditions(rows) + ".", ""]
@@ -243,29 +214,29 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
         else:  # all that is measured without a GPU
             models = [r for r in rows if r.shape.startswith("swapped")]
             text += ["Host time per call. " + HOST_NOTE, "", *markdown(*host_table(models))]
-    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if targets.has_goals(r)]
-    goals = targets.goal_lines(measured)
+    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if plan.has_goals(r)]
+    goals = plan.goal_lines(measured)
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in turns:", ""]
     text += markdown(("work", "against", "at least", "measured"), goals)
     return "\n".join(text).strip()
 
 
 def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
-    """The generated part of README.md: what was measured on a GPU, or that nothing was."""
     shown = []
     for name, rows in results:
-        if _on_gpu(rows) and (table := _verdicts(rows)):
-            pictures = _pictures(committed, name, "")[:2]
-            shown += [f"On {name}, in turns:", "", *table, *pictures]
-    return "\n".join(shown).strip() or NOTHING
+        if _on_gpu(rows) and (decided := [line for line in plan.claim_lines(rows) if line[4]]):
+            table, pictures = markdown(plan.CLAIM_HEADER, decided), _pictures(committed, name, "")
+            shown += [f"On {name}, in turns:", "", *table, *pictures[:2]]
+    return "\n".join(shown).strip()
 
 
-def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = README) -> None:
+def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = README) -> int:
     """Fill docs/benchmarks.md and README.md anew from the committed results."""
     found = [(p.parent.name, read_rows(p)) for p in sorted(committed.glob(f"*/{RESULTS}"))]
     for page, text in ((path, docs(found, committed)), (front, readme(found, committed))):
         before, rest = page.read_text(encoding="utf-8").split(START, 1)
         write_text(page, f"{before}{START}\n{text}\n{END}{rest.split(END, 1)[1]}")
+    return 0
 
 
 # --- pictures, as wide as a page
@@ -280,7 +251,8 @@ COLORS = {
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 WIDTH, DPI = 9.0, 110  # inches; 990 pixels
 
-Groups = dict[str, dict[str, float]]  # group -> provider -> value
+Bar = tuple[str, str, float, bool]  # case, provider, height, whether it FAILED: hollow
+Panel = tuple[Sequence[Bar], str, str, str]  # with their unit, a title, the form of a figure
 
 
 def _figure(height: float, title: str, rows: Sequence[Row]) -> Any:
@@ -306,9 +278,9 @@ def over_best_sdpa(rows: Sequence[Row], mode: str) -> dict[int, dict[int, float]
     cases = by_case(r for r in _measured(rows) if r.op == "attention" and r.dtype == "bf16")
     found: dict[int, dict[int, float]] = {}
     for (_, shape, _, of_mode), own in cases.items():
-        ours = fastest(r for r in own if is_ours(r) and r.status == OK)
-        peer = fastest(r for r in own if r.provider in targets.SDPA)
-        if of_mode == mode and ours and peer and (times := like_times(peer, ours)):
+        ours = least(r for r in own if r.is_ours and r.status == OK)
+        peer = least(r for r in own if r.provider in plan.SDPA)
+        if of_mode == mode and ours and peer and (times := peer.like_times(ours)):
             C, H = map(int, re.findall(r"-C(\d+)-H(\d+)", shape)[0])
             found.setdefault(C // H, {})[ours.T] = times[0] / times[1]
     return found
@@ -339,42 +311,32 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
     return _save(figure, path)
 
 
-def _speeds(rows: Iterable[Row], name: Callable[[Row], str]) -> tuple[Groups, set[tuple[str, str]]]:
-    """Eager's time over each provider's, by name of a case; and which (name, provider) FAILED."""
-    speeds: Groups = {}
-    failed = set()
+def _speeds(rows: Iterable[Row], name: Callable[[Row], str]) -> list[Bar]:
+    found = []
     for own in by_case(rows).values():
         eager = next((r for r in own if r.provider == BASELINE), None)
-        for row in own:
-            times = None if eager is None else like_times(row, eager)
-            if times is not None:
-                speeds.setdefault(name(row), {})[row.provider] = times[1] / times[0]
-                if row.status == FAILED:
-                    failed.add((name(row), row.provider))
-    return speeds, failed
+        for r in own:
+            if eager is not None and (times := r.like_times(eager)) is not None:
+                found.append((name(r), r.provider, times[1] / times[0], r.status == FAILED))
+    return found
 
 
-def _bars(
-    axes: Any, groups: Groups, label: str, title: str, form: str,
-    failed: Iterable[tuple[str, str]] = (),
-) -> None:  # fmt: skip
-    """Grouped bars. Those of `failed` (group, provider) are hollow."""
-    failed, order = set(failed), [*COLORS]
+def _bars(axes: Any, bars: Sequence[Bar], label: str, title: str, form: str) -> None:
+    groups, order = list(dict.fromkeys(group for group, *_ in bars)), [*COLORS]
     providers = sorted(
-        {p for values in groups.values() for p in values},
+        dict.fromkeys(provider for _, provider, *_ in bars),
         key=lambda p: order.index(p) if p in order else len(order),
     )
     width = min(0.8 / len(providers), 0.2)
     for i, provider in enumerate(providers):
-        own = {name: g for g, name in enumerate(groups) if provider in groups[name]}
-        offsets = [g + (i - (len(providers) - 1) / 2) * width for g in own.values()]
-        tint, heights = COLORS.get(provider, "#AAAAAA"), [groups[name][provider] for name in own]
-        bars = axes.bar(offsets, heights, width, color=tint, label=provider)
-        for bar, name in zip(bars, own, strict=True):
-            if (name, provider) in failed:
-                bar.set(facecolor="none", edgecolor=tint, hatch="//")
-        axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2)
-    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
+        own = [bar for bar in bars if bar[1] == provider]
+        offset, tint = (i - (len(providers) - 1) / 2) * width, COLORS.get(provider, "#AAAAAA")
+        places, heights = [groups.index(bar[0]) + offset for bar in own], [bar[2] for bar in own]
+        drawn = axes.bar(places, heights, width, color=tint, label=provider)
+        for patch in (p for p, bar in zip(drawn, own, strict=True) if bar[3]):
+            patch.set(facecolor="none", edgecolor=tint, hatch="//")
+        axes.bar_label(drawn, fmt=form, fontsize=8, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)
     axes.set(ylabel=label, title=title, xlim=(-0.6, max(len(groups), MOST_CASES // 2) - 0.4))
     axes.margins(y=0.45)
     axes.grid(axis="y", alpha=0.3)
@@ -396,45 +358,31 @@ def _op_cases(rows: Sequence[Row]) -> list[Row]:
             named = [r for r in modes[mode] if r.provider in (BASELINE, "compile", SEARCH)]
             found += named
             for name, ours in (("best peer", False), ("ours", True)):
-                side = [r for r in modes[mode] if is_ours(r) == ours and r not in named]
-                best = fastest(r for r in side if r.status == OK) or fastest(side)
+                side = [r for r in modes[mode] if r.is_ours == ours and r not in named]
+                best = least(r for r in side if r.status == OK) or least(side)
                 found += [] if best is None else [replace(best, provider=name)]
     return found
 
 
-Panel = tuple[Groups, str, str, str]  # what is drawn, its unit, a title, the form of a figure
-
-
-def _panels(
-    path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel],
-    failed: Iterable[tuple[str, str]] = (),
-) -> Path | None:  # fmt: skip
+def _panels(path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel]) -> Path | None:
     """Grouped bars below each other, of those panels that have any."""
     shown = [panel for panel in panels if panel[0]]
     if not shown:
         return None
     figure = _figure(3.6 * len(shown) + 0.4, title, rows)
     for (axes,), panel in zip(figure.subplots(len(shown), 1, squeeze=False), shown, strict=True):
-        _bars(axes, *panel, failed)
+        _bars(axes, *panel)
     return _save(figure, path)
 
 
 def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager of each op, at its first case of width 768."""
     shown = _op_cases(rows)
-    speeds, failed = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
-    names, title = list(speeds), "hatched: FAILED" if failed else ""
+    bars = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
+    names = list(dict.fromkeys(name for name, *_ in bars))
+    title = "hatched: FAILED" if any(bar[3] for bar in bars) else ""
     parts = [names[i : i + MOST_CASES] for i in range(0, len(names), MOST_CASES)]
-    panels = [({name: speeds[name] for name in part}, "times", title, "%.2f") for part in parts]
-    return _panels(path, "Ops, C = 768: speed over eager", shown, panels, failed)
-
-
-def _gib(rows: Iterable[Row], name: Callable[[Row], str], value: str) -> Groups:
-    found: Groups = {}
-    for row in rows:
-        if (mib := getattr(row, value)) is not None:
-            found.setdefault(name(row), {})[row.provider] = mib / GIB
-    return found
+    panels = [([bar for bar in bars if bar[0] in part], "times", title, "%.2f") for part in parts]
+    return _panels(path, "Ops, C = 768: speed over eager", shown, panels)
 
 
 def _most_compared(rows: Iterable[Row]) -> list[Row]:
@@ -445,29 +393,29 @@ def _most_compared(rows: Iterable[Row]) -> list[Row]:
 
 
 def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
-    """Speed over eager, peak memory, bytes kept for the backward."""
-
     def name(row: Row) -> str:
         shape = row.shape.replace(":", ":\n").replace("-ViT", "\nViT")
         return f"{shape}\n{row.dtype} {row.mode}"
 
+    def gib(field: str) -> list[Bar]:
+        training = ((r, getattr(r, field)) for r in steps if r.mode == "train")
+        found = ((r, mib / GIB) for r, mib in training if mib is not None)
+        return [(name(r), r.provider, height, r.status == FAILED) for r, height in found]
+
     steps = _most_compared(r for r in _measured(rows) if r.op == "vit")
-    training = [r for r in steps if r.mode == "train"]
-    speeds, failed = _speeds(steps, name)
     panels = [
-        (speeds, "times", "Speed over eager; hatched: FAILED", "%.2f"),
-        (_gib(training, name, "peak_mib"), "GiB", "Peak memory of a training step", "%.1f"),
-        (_gib(training, name, "kept_mib"), "GiB", "Kept for the backward", "%.1f"),
+        (_speeds(steps, name), "times", "Speed over eager; hatched: FAILED", "%.2f"),
+        (gib("peak_mib"), "GiB", "Peak memory of a training step", "%.1f"),
+        (gib("kept_mib"), "GiB", "Kept for the backward", "%.1f"),
     ]
-    return _panels(path, "Whole models, one GPU", steps, panels, failed)
+    return _panels(path, "Whole models, one GPU", steps, panels)
 
 
 def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
-    """Kernel time of a training step by stage, a panel for each model."""
     good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
-    models: dict[str, Groups] = {}
+    models: dict[str, list[Bar]] = {}
     for r in good:
-        models.setdefault(r.shape, {}).setdefault(r.mode, {})[r.provider] = r.ms or 0.0
+        models.setdefault(r.shape, []).append((r.mode, r.provider, r.ms or 0.0, False))
     panels = [(stages, "ms a step", model, "%.2f") for model, stages in models.items()]
     return _panels(path, "Kernel time of a training step by stage", good, panels)
 
@@ -478,23 +426,17 @@ PICTURES = {
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Every picture that these rows allow."""
     drawn = (draw(rows, folder / f"{name}.png") for name, draw in PICTURES.items())
     return [path for path in drawn if path is not None]
 
 
-def _draw(rows: Sequence[Row], folder: Path, console: Any) -> None:
-    """Every picture that the rows allow, and their names."""
+def run_plot(rows: Sequence[Row], folder: Path, console: Any, said: Sequence[str] = ()) -> int:
+    folder = folder if folder.is_dir() else folder.parent
+    write_text(folder / SUMMARY, summary(rows, said))
     try:
         drawn = draw_all(rows, folder)
     except CommandError as error:
         console.print(f"no pictures: {error}")
-        return
-    console.print("drawn: " + (", ".join(str(p) for p in drawn) or "nothing: too few rows"))
-
-
-def run_plot(rows: Sequence[Row], folder: Path, console: Any) -> int:
-    folder = folder if folder.is_dir() else folder.parent
-    write_text(folder / SUMMARY, summary(rows))
-    _draw(rows, folder, console)
+    else:
+        console.print("drawn: " + (", ".join(map(str, drawn)) or "nothing: too few rows"))
     return 0

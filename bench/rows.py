@@ -13,19 +13,15 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
-from bench.providers import BASELINE
-from fastvit_kernels.measure.gate import (
-    ERROR as ERROR,
-    FAILED as FAILED,
-    MEMORY as MEMORY,
-    OK as OK,
-)
+from bench.ops import BASELINE
+from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.measure.gate import ERROR, FAILED, OK
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.runtime import tuned_table
 from fastvit_kernels.runtime.backend import gpu
@@ -40,14 +36,15 @@ ROOF = "roof"  # an op of rows
 LOST = "the GPU was lost"  # begins a note
 TRYING = "trying.json"  # there while a case is at work
 COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
+Key = tuple[str, str, str, str, str]  # op, provider, shape, dtype, mode
 
 
 @dataclass(frozen=True)
 class Row:
     """One provider on one shape. Times in ms, medians; empty where it does not apply.
 
-    The key is (op, provider, shape, dtype, mode). `ms` is the time between two CUDA events around
-    an eager call, `graph_ms` the same through the replay of a CUDA graph, without host time.
+    `ms` is the time between two CUDA events around an eager call, `graph_ms` the same through the
+    replay of a CUDA graph, without host time.
     """
 
     op: str
@@ -84,7 +81,7 @@ class Row:
     tuned: str = ""  # the user's tuned table that was in use: how many decisions, of which hash
 
     @property
-    def key(self) -> tuple[str, str, str, str, str]:
+    def key(self) -> Key:
         return (self.op, self.provider, self.shape, self.dtype, self.mode)
 
     @property
@@ -92,41 +89,53 @@ class Row:
         """The time without the host's share, where it was measured."""
         return self.ms if self.graph_ms is None else self.graph_ms
 
+    @property
+    def is_ours(self) -> bool:
+        return self.provider.startswith(("ours", "swapped"))
 
-def timed(row: Row, times: list[float]) -> Row:
-    """The row with median and spread of these samples."""
-    ms, p20, p80 = spread(times)
-    return dataclasses.replace(row, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(times))
+    def timed(self, times: list[float]) -> Row:
+        """With median and spread of these samples."""
+        ms, p20, p80 = spread(times)
+        return replace(self, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(times))
 
+    def rated(self, flops: float | None, bytes_: float | None) -> Row:
+        """With its FLOP and bytes, and how many a second, without the host's share."""
+        ms = self.device_ms
+        if ms is None:
+            return self
+        return replace(
+            self, flops=flops, bytes=bytes_, tflops=None if flops is None else flops / ms / 1e9,
+            gbps=None if bytes_ is None else bytes_ / ms / 1e6,
+        )  # fmt: skip
 
-def rated(row: Row, flops: float | None, bytes_: float | None) -> Row:
-    """The row with its FLOP and bytes, and how many a second, without the host's share."""
-    ms = row.device_ms
-    if ms is None:
-        return row
-    return dataclasses.replace(
-        row, flops=flops, bytes=bytes_, tflops=None if flops is None else flops / ms / 1e9,
-        gbps=None if bytes_ is None else bytes_ / ms / 1e6,
-    )  # fmt: skip
+    def like_times(self, other: Row) -> tuple[float, float] | None:
+        """Both as graphs, or both as they are called; None if one was not timed."""
+        if self.graph_ms is not None and other.graph_ms is not None:
+            return self.graph_ms, other.graph_ms
+        return None if self.ms is None or other.ms is None else (self.ms, other.ms)
 
+    def with_speedup(self, baseline: Row | None, compared: bool = True) -> Row:
+        """With the baseline's time over its own; None unless both were found right."""
+        if baseline is None or not compared or (self.status, baseline.status) != (OK, OK):
+            return self
+        times = self.like_times(baseline)
+        return self if times is None else replace(self, speedup=times[1] / times[0])
 
-def like_times(one: Row, other: Row) -> tuple[float, float] | None:
-    """Both as graphs, or both as they are called; None if one was not timed."""
-    if one.graph_ms is not None and other.graph_ms is not None:
-        return one.graph_ms, other.graph_ms
-    return None if one.ms is None or other.ms is None else (one.ms, other.ms)
-
-
-def with_speedup(row: Row, baseline: Row | None, compared: bool = True) -> Row:
-    """The row with the baseline's time over its own; None unless both were found right."""
-    if baseline is None or not compared or (row.status, baseline.status) != (OK, OK):
-        return row
-    times = like_times(row, baseline)
-    return row if times is None else dataclasses.replace(row, speedup=times[1] / times[0])
-
-
-def is_ours(row: Row) -> bool:
-    return row.provider.startswith(("ours", "swapped"))
+    def describe(self) -> str:
+        where = f"{self.op} {self.shape} {self.dtype} {self.mode}: {self.provider}"
+        if self.ms is None or self.status not in (OK, FAILED):
+            return f"{where}: {self.status} {self.note}"
+        text = f"{where}: {self.ms:.4g} ms"
+        if self.graph_ms is not None:
+            text += f", {self.graph_ms:.4g} ms as a graph"
+        if self.op == ROOF and (self.tflops or self.gbps):
+            text += f", {self.tflops:.4g} TFLOP/s" if self.tflops else f", {self.gbps:.4g} GB/s"
+        if self.images_per_s is not None:
+            text += f", {self.images_per_s:,.0f} images/s"
+        if self.status == FAILED:
+            return f"{text}, FAILED {self.note}"
+        faster = self.speedup is not None and self.provider != BASELINE
+        return f"{text}, {self.speedup:.2f}x" if faster else text
 
 
 def by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
@@ -137,46 +146,33 @@ def by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
     return found
 
 
-def fastest(rows: Iterable[Row]) -> Row | None:
-    timed = [r for r in rows if r.device_ms]
-    return min(timed, key=lambda r: r.device_ms or 0.0, default=None)
+def least(rows: Iterable[Row], field: str = "device_ms") -> Row | None:
+    """The fastest; by another field, of the rows that have it the one with least."""
+    found = [r for r in rows if getattr(r, field)]
+    return min(found, key=lambda r: getattr(r, field), default=None)
 
 
 def bad_rows(rows: Sequence[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
     return [
         r for r in rows
-        if r.status == FAILED or (r.status == ERROR and r.op != "profile" and is_ours(r))
+        if r.status == FAILED or (r.status == ERROR and r.op != "profile" and r.is_ours)
     ]  # fmt: skip
 
 
-def describe(row: Row) -> str:
-    """One line for the console."""
-    where = f"{row.op} {row.shape} {row.dtype} {row.mode}".strip()
-    if row.ms is None or row.status not in (OK, FAILED):
-        return f"{where}: {row.provider}: {row.status} {row.note}"
-    text = f"{row.ms:.4g} ms"
-    if row.graph_ms is not None:
-        text += f", {row.graph_ms:.4g} ms as a graph"
-    if row.op == ROOF and (row.tflops or row.gbps):
-        text += f", {row.tflops:.4g} TFLOP/s" if row.tflops else f", {row.gbps:.4g} GB/s"
-    if row.images_per_s is not None:
-        text += f", {row.images_per_s:,.0f} images/s"
-    if row.status == FAILED:
-        text += f", FAILED {row.note}"
-    elif row.speedup is not None and row.provider != BASELINE:
-        text += f", {row.speedup:.2f}x"
-    return f"{where}: {row.provider}: {text}"
-
-
-FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 _KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
+FIELDS = tuple(_KINDS)
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def as_line(row: Row) -> str:
+    text, values = io.StringIO(), (getattr(row, name) for name in FIELDS)
+    cells = (f"{x:.6g}" if isinstance(x, float) else x for x in values)
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    return "".join([",".join(FIELDS) + "\n", *map(as_line, rows)])
 
 
 def _parse(name: str, text: str) -> Any:
@@ -188,39 +184,26 @@ def _parse(name: str, text: str) -> Any:
     return float(text) if "float" in kind else int(text)
 
 
-def as_line(row: Row) -> str:
-    """The row as one line of CSV."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(_text(getattr(row, f)) for f in FIELDS)
-    return text.getvalue()
-
-
-def as_csv(rows: Iterable[Row]) -> str:
-    return "".join([",".join(FIELDS) + "\n", *map(as_line, rows)])
-
-
 def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV; a line that a crash has torn is left out, of equal keys the last counts.
 
-    Raises: ValueError where the file is not one of ours.
+    Raises: CommandError where the file is not one of ours.
     """
     path = path / RESULTS if path.is_dir() else path
-    text = path.read_text(encoding="utf-8")
-    found: dict[tuple[str, ...], Row] = {}
+    found: dict[Key, Row] = {}
     try:
+        text = path.read_text(encoding="utf-8")
         lines = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         if not set(FIELDS[:5]) <= set(lines.fieldnames or ()):
-            raise ValueError(
-                f"{path} is no result of this benchmark: its columns are {lines.fieldnames}"
-            )
+            raise ValueError(f"its columns are {lines.fieldnames}")
         for line in lines:
             if None in line or None in line.values():  # cells too many, or too few
                 continue
             with suppress(ValueError):
                 row = Row(**{n: _parse(n, text) for n, text in line.items() if n in _KINDS})
                 found[row.key] = row
-    except csv.Error as error:
-        raise ValueError(f"{path} is no result of this benchmark: {error}") from error
+    except (csv.Error, ValueError) as error:
+        raise CommandError(f"{path} is no result of this benchmark: {error}") from error
     return list(found.values())
 
 
@@ -229,43 +212,41 @@ class Results:
 
     def __init__(self, folder: Path, resume: bool):
         self.folder, self.path = folder, folder / RESULTS
+        if self.path.exists() and not resume:
+            raise CommandError(
+                f"{self.path} exists: --resume adds to it, another --out starts anew"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        self.rows: dict[tuple[str, ...], Row] = {}
-        self._trying, self._at_work = folder / TRYING, list[tuple[str, ...]]()
-        if resume and self.path.exists():
-            former = read_rows(self.path)
-            self.rows = {row.key: row for row in former if not is_elsewhere(row)}
-            self._set_aside([row for row in former if is_elsewhere(row)])
+        self._trying, self._at_work = folder / TRYING, list[Key]()
+        former = read_rows(self.path) if self.path.exists() else []
+        self.rows = {row.key: row for row in former if not is_elsewhere(row)}
+        # A time of another machine is no peer of this one's, and no roof above it.
+        if aside := [row for row in former if is_elsewhere(row)]:
+            path = folder / ELSEWHERE
+            kept = read_rows(path) if path.exists() else []
+            write_text(path, as_csv({row.key: row for row in (*kept, *aside)}.values()))
         # Anew: the columns may have changed, and a crash may have torn the last line.
         write_text(self.path, as_csv(self.rows.values()))
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
         if resume and self._trying.exists():
-            self._give_up()
+            keys = json.loads(self._trying.read_text(encoding="utf-8"))["keys"]
+            note = "the process of a former run ended here"
+            self.give_up(self.missing(map(tuple, keys)), TIMEOUT, note)
 
-    def _set_aside(self, rows: list[Row]) -> None:
-        """A time of another machine is no peer of this one's, and no roof above it."""
-        path = self.folder / ELSEWHERE
-        if rows:
-            former = read_rows(path) if path.exists() else []
-            write_text(path, as_csv({row.key: row for row in (*former, *rows)}.values()))
-
-    def _write(self, text: str) -> None:
+    def append(self, row: Row) -> None:
+        """Add a row, on disk before this returns."""
+        row = replace(row, **environment())
+        self.rows[row.key] = row
         try:
-            self._file.write(text)
+            self._file.write(as_line(row))
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # or Python says at its end that it cannot be
                 self._file.close()
             raise unwritten(self.path, error) from error
 
-    def append(self, row: Row) -> None:
-        """Add a row, on disk before this returns."""
-        row = dataclasses.replace(row, **environment())
-        self.rows[row.key] = row
-        self._write(as_line(row))
-
     @contextmanager
-    def trying(self, keys: Iterable[tuple[str, ...]]) -> Iterator[None]:
+    def trying(self, keys: Iterable[Key]) -> Iterator[None]:
         """Inside, these keys are at work: a process that is killed there leaves a note of it."""
         self._at_work = list(keys)
         self.note("")
@@ -277,32 +258,24 @@ class Results:
     def note(self, provider: str) -> None:
         """This provider is at work now; it alone is given up if the process is killed."""
         if self._at_work:
-            text = json.dumps({"keys": self._at_work, "provider": provider})
-            write_text(self._trying, text)
+            keys = [key for key in self._at_work if provider in ("", key[1])] or self._at_work
+            write_text(self._trying, json.dumps({"keys": keys}))
 
     def tried(self) -> None:
-        """What was at work has its rows."""
         self._at_work = []
         self._trying.unlink(missing_ok=True)
 
-    def _give_up(self) -> None:
-        """Rows for what a former process did not survive, so that this one does not try it."""
-        try:
-            former = json.loads(self._trying.read_text(encoding="utf-8"))
-            keys, provider = [tuple(key) for key in former["keys"]], former["provider"]
-        except (ValueError, TypeError, KeyError):  # torn: nothing had begun
-            keys, provider = [], ""
-        keys = [key for key in keys if provider in ("", key[1])] or keys
-        note = "the process of a former run ended here"
-        for op, provider, shape, dtype, mode in self.missing(keys):
-            self.append(Row(op, provider, shape, dtype, mode, status=TIMEOUT, note=note))
+    def give_up(self, keys: Iterable[Key], status: str, note: str) -> None:
+        """Rows for what has ended its process, so that none tries it again."""
+        for op, provider, shape, dtype, mode in keys:
+            self.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
         self.tried()
 
-    def missing(self, rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def missing(self, rows: Iterable[Key]) -> list[Key]:
         """Those keys that have no row yet, or one of ours that other sources have measured."""
         return [key for key in rows if key not in self.rows or self._is_stale(self.rows[key])]
 
-    def has_given_up(self, key: tuple[str, ...]) -> bool:
+    def has_given_up(self, key: Key) -> bool:
         """Whether it ended a process, with the sources of today."""
         row = self.rows.get(key)
         if row is None or self._is_stale(row):
@@ -311,7 +284,7 @@ class Results:
 
     @staticmethod
     def _is_stale(row: Row) -> bool:
-        return bool(row.sources) and is_ours(row) and row.sources != environment()["sources"]
+        return bool(row.sources) and row.is_ours and row.sources != environment()["sources"]
 
     def close(self) -> None:
         self._file.close()

@@ -20,22 +20,11 @@ from typing import Any
 
 import torch
 
-from bench import report
+from bench import plan, report
 from bench.host import measure_host
-from bench.measure import Bench
-from bench.plan import Task, Wanted, named_cases, target_tasks, tasks
-from bench.roofs import Roofs, measure_roof, planned
-from bench.rows import (
-    ERROR,
-    LOST,
-    OK,
-    RESULTS,
-    TIMEOUT,
-    Results,
-    Row,
-    bad_rows,
-    describe,
-)
+from bench.measure import Bench, Roofs, measure_roof, planned_roofs
+from bench.plan import Task, Wanted, named_cases, tasks
+from bench.rows import ERROR, LOST, OK, TIMEOUT, Key, Results, bad_rows
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
@@ -110,7 +99,6 @@ def limit_of(task: Task, clock: Clock) -> float:
 
 def run_tasks(
     tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock,
-    started: Callable[[Task], None] = lambda task: None,
     restart: Callable[[], Any] = lambda: None,
 ) -> int:  # fmt: skip
     """Measure what has no row yet. Returns how many tasks the time did not allow.
@@ -122,52 +110,45 @@ def run_tasks(
     """
     skipped = 0
     bench.note = results.note
-    for task in tasks:
+    for number, task in enumerate(tasks, 1):
         wanted = set(results.missing(task.keys))
-        if not wanted:
-            continue
-        if task.seconds > clock.left:
+        if wanted and task.seconds > clock.left:
             skipped += 1
-            continue
-        started(task)
-        taking_part = [
-            key
-            for key in task.keys
-            if key in wanted or (task.renews and not results.has_given_up(key))
-        ]
-        names = list(dict.fromkeys(key[1] for key in taking_part))
-        bench.current = ""
-        limit = limit_of(task, clock)
-
-        def hung(task: Task = task, wanted: set[Any] = wanted, limit: float = limit) -> None:
-            note = f"hung: not finished after {limit:.0f} s"
-            _record_loss(task, wanted, bench.current, TIMEOUT, note, results)
-            results.tried()
-            restart()
-
-        try:
-            with results.trying(sorted(wanted)), watched(limit, hung):
-                for row in task.run(names, bench):
-                    # The baseline may have a row of an earlier task.
-                    if row.key in wanted or (task.renews and row.status == OK):
-                        results.append(row)
-                    bench.say(describe(row))
-        except DeviceLost as error:
-            note = f"{LOST}: {error}"
-            _record_loss(task, wanted, bench.current, ERROR, note, results)
-            raise
+        elif wanted:
+            bench.say(f"[{number}/{len(tasks)}] {task.title}")
+            _run_task(task, wanted, bench, results, limit_of(task, clock), restart)
     return skipped
 
 
-def _record_loss(
-    task: Task, wanted: set[Any], culprit: str, status: str, note: str, results: Results
-) -> None:
-    """Rows for the provider that ended the process, so that a resumed run leaves it out."""
-    open_keys = set(results.missing(task.keys)) & wanted
-    lost = {key for key in task.keys if key[1] == culprit and (key in open_keys or task.renews)}
-    # Without a culprit the whole case is given up, or the next process would end here too.
-    for op, provider, shape, dtype, mode in sorted(lost or open_keys):
-        results.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
+def _run_task(
+    task: Task, wanted: set[Key], bench: Bench, results: Results, limit: float,
+    restart: Callable[[], Any],
+) -> None:  # fmt: skip
+    again = {key for key in task.keys if task.renews and not results.has_given_up(key)}
+    names = list(dict.fromkeys(key[1] for key in task.keys if key in wanted | again))
+    bench.current = ""
+
+    def give_up(status: str, note: str) -> None:
+        """Rows for the provider that ended the process, so that a resumed run leaves it out;
+        without one the whole case is given up, or the next process would end here too."""
+        left, culprit = set(results.missing(task.keys)) & wanted, bench.current
+        lost = {key for key in task.keys if key[1] == culprit and (key in left or task.renews)}
+        results.give_up(sorted(lost or left), status, note)
+
+    def hung() -> None:
+        give_up(TIMEOUT, f"hung: not finished after {limit:.0f} s")
+        restart()
+
+    try:
+        with results.trying(sorted(wanted)), watched(limit, hung):
+            for row in task.run(names, bench):
+                # The baseline may have a row of an earlier task.
+                if row.key in wanted or (task.renews and row.status == OK):
+                    results.append(row)
+                bench.say(row.describe())
+    except DeviceLost as error:
+        give_up(ERROR, f"{LOST}: {error}")
+        raise
 
 
 # --- the command
@@ -203,8 +184,8 @@ def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
 
     Raises: CommandError if `--model`, `--batch`, `--img-size` and the rest do not fit together.
     """
-    given = {n: getattr(arguments, n, None) for n in ("model", "batch", "img_size")}
-    given = {n: x for n, x in given.items() if x is not None}
+    names = ("model", "batch", "img_size")
+    given = {n: x for n in names if (x := getattr(arguments, n, None)) is not None}
     dtypes, modes = arguments.dtype or (), arguments.mode or ()
     if given and "model" not in given:
         raise CommandError("--batch and --img-size need --model: the plan's models have their own")
@@ -233,22 +214,19 @@ def run(
     command = arguments.command
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
-    results = _open(arguments)
-    ending, left_out, is_over, measured = 0, 0, False, set(results.rows)
+    results = Results(arguments.out, arguments.resume)
+    ending, cut_short, measured = 0, False, set(results.rows)
 
     def said(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def again(restarts: int) -> list[str]:
-        """The command that goes on, with the time that is left."""
-        found = [*words, "--resume", "--restarts", str(restarts)]
+    def restart(restarts: int = 0) -> Any:
+        if not restarts:
+            said("a case hangs: its row says so, and a new process goes on.")
+        again = [*words, "--resume", "--restarts", str(restarts)]
         if clock.budget is not None:
-            found += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
-        return found
-
-    def restart() -> Any:
-        said("a case hangs: its row says so, and a new process goes on.")
-        return machine.restart(again(0))
+            again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
+        return machine.restart(again)
 
     bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
     try:
@@ -256,21 +234,17 @@ def run(
             # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
             warnings.simplefilter("ignore", UserWarning)
             if command == "targets":
-                found = target_tasks(wanted.shapes)
+                found = plan.targets(wanted.shapes)
             else:
                 found = tasks(wanted, machine.device)
             for text in wanted.said:
                 said(text)
             _roofs(bench, results)
-
-            def began(task: Task) -> None:
-                said(f"[{found.index(task) + 1}/{len(found)}] {task.title}")
-
-            left_out = run_tasks(found, bench, results, clock, began, restart)
-            if left_out:
+            if left_out := run_tasks(found, bench, results, clock, restart):
+                cut_short = True
                 said(f"{left_out} cases were left out: too little time. --resume continues.")
     except TimeOver:
-        is_over = True
+        cut_short = True
         said("the time is over; --resume continues.")
     except KeyboardInterrupt:
         said("interrupted; every finished row is in the CSV, and --resume continues.")
@@ -281,33 +255,21 @@ def run(
         lost = 1 if got_on else arguments.restarts + 1
         if lost <= MOST_RESTARTS:
             said(f"{LOST}: {error}. A new process goes on.")
-            return machine.restart(again(lost)) or 1
+            return restart(lost) or 1
         said(f"{LOST} by {lost} processes that measured nothing: {error}")
         ending = 1
     results.close()
     del bench
     report.finish(results, wanted.said, console, command)
-    rows = list(results.rows.values())
-    new = [r for r in rows if arguments.resume or r.key not in measured]
-    if command == "targets" and not ending and (left_out or is_over):
+    if command == "targets" and not ending and cut_short:
         return CUT_SHORT
-    return ending or (1 if bad_rows(new) else 0)
-
-
-def _open(arguments: argparse.Namespace) -> Results:
-    if (arguments.out / RESULTS).exists() and not arguments.resume:
-        raise CommandError(
-            f"{arguments.out / RESULTS} exists: --resume adds to it, another --out starts anew"
-        )
-    try:
-        return Results(arguments.out, arguments.resume)
-    except (OSError, ValueError) as error:
-        raise CommandError(str(error)) from error
+    new = [r for key, r in results.rows.items() if arguments.resume or key not in measured]
+    return ending or int(bool(bad_rows(new)))
 
 
 def _roofs(bench: Bench, results: Results) -> None:
     """Measure those without a row; one that loses the device has a row, and is not tried again."""
-    for row in planned():
+    for row in planned_roofs():
         if row.key in results.rows:
             continue
         try:
@@ -316,12 +278,11 @@ def _roofs(bench: Bench, results: Results) -> None:
             results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
             raise
         results.append(row)
-        bench.say(describe(row))
-    bench.roofs = Roofs.of(list(results.rows.values()))
+        bench.say(row.describe())
+    bench.roofs = Roofs.of(results.rows.values())
 
 
 def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
-    """What can be said without a GPU: the host's share."""
     console.print(
         "torch sees no GPU: only host cost is measured here. `fastvit-kernels check` runs the "
         "kernels in\nTriton's interpreter and says whether they are right."
@@ -333,7 +294,7 @@ def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
     header, lines = report.host_table(rows)
     print(aligned([header, *lines]))
     if arguments.out is not None:
-        results = _open(arguments)
+        results = Results(arguments.out, arguments.resume)
         for row in rows:
             results.append(row)
         results.close()

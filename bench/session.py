@@ -33,18 +33,8 @@ from typing import Any
 
 import torch
 
-from bench import targets
-from bench.plan import Task, targets as planned_targets
-from bench.rows import (
-    RESULTS,
-    Row,
-    bad_rows,
-    conditions,
-    describe,
-    environment,
-    read_rows,
-    this_machine,
-)
+from bench import plan
+from bench.rows import RESULTS, bad_rows, conditions, environment, read_rows, this_machine
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
@@ -95,14 +85,9 @@ class Stage:
     environment: tuple[tuple[str, str], ...] = ()
 
     def words(self, places: dict[str, Any]) -> list[str]:
-        seconds = float(places.get("seconds", SECONDS))
-        case = f"{case_timeout(seconds):.0f}"
-        return [word.format(**{"case": case, **places}) for word in self.command]
-
-
-def case_timeout(seconds: float) -> float:
-    """Seconds after which a case of a stage counts as hung: others must have their turn too."""
-    return max(10.0, min(90.0, seconds / 3))
+        # seconds after which a case counts as hung: others must have their turn too
+        case = max(10.0, min(90.0, float(places.get("seconds", SECONDS)) / 3))
+        return [word.format(**{"case": f"{case:.0f}", **places}) for word in self.command]
 
 
 _CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "{case}")
@@ -136,8 +121,6 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a stage."""
-
     stage: str
     state: str
     seconds: float
@@ -163,18 +146,17 @@ def limits(stages: Sequence[Stage], seconds: float) -> list[float]:
     return found
 
 
-def descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> set[int]:
     """The processes that `pid` has started, and they in turn; empty without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
             parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
             children.setdefault(parent, []).append(int(path.parent.name))
-    found, todo = [], [pid]
+    found, todo = set[int](), [pid]
     while todo:
-        own = children.get(todo.pop(), [])
-        found += own
-        todo += own
+        todo += (own := children.get(todo.pop(), []))
+        found.update(own)
     return found
 
 
@@ -183,12 +165,12 @@ def end(process: subprocess.Popen[bytes], seconds: float = KILL_S) -> None:
 
     Jobs are in sessions of their own, so that their group would not name them.
     """
-    started = set(descendants(process.pid))
+    started = descendants(process.pid)
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     if process.poll() is None:
-        started |= set(descendants(process.pid))
+        started |= descendants(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
     for pid in started:
         with suppress(ProcessLookupError, PermissionError):
@@ -217,25 +199,18 @@ class Stages:
         self.places = {"out": str(folder), **(places or {})}
         folder.mkdir(parents=True, exist_ok=True)
         self._events = ResultsCache(folder / EVENTS, lambda: sources)
-        self.former = self._done() if resume else set()
+        self.former = self._done() if resume else set[str]()
         self.endings: list[Ending] = []
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (self._now() - self.started)
 
     def _done(self) -> set[str]:
         """Stages that a former run has done here with the same sources."""
-        events = self._events.lines
-        if any(event["machine"] != self._key["machine"] for event in events):
+        found, events, here = set(), self._events.lines, self._key
+        if any(event["machine"] != here["machine"] for event in events):
             with suppress(FileNotFoundError):  # what was right on another machine says little here
                 (self.folder / CHECKED).rename(self.folder / f"elsewhere-{CHECKED}")
-
-        found = set()
         for stage, event in itertools.product(self.stages, events):
             good = (0,) if stage.needed else FINISHED
-            names = ("machine", "caches") if stage.fills else ("machine",)
-            same = all(event[name] == self._key[name] for name in names)
+            same = all(event[n] == here[n] for n in here if n != "caches" or stage.fills)
             done = event["state"] == DONE and event["status"] in good and not stage.again
             if stage.name == event["stage"] and same and done:
                 found.add(stage.name)
@@ -255,7 +230,8 @@ class Stages:
         """
         todo = [stage for stage in self.stages if stage.name not in self.former]
         for i, stage in enumerate(todo):
-            limit = limits(todo[i:], max(self.left, 0.0))[0]
+            left = self.seconds - (self._now() - self.started)
+            limit = limits(todo[i:], max(left, 0.0))[0]
             if limit < stage.least:
                 self._ended(Ending(stage.name, ABSENT, 0.0, None))
                 continue
@@ -271,6 +247,11 @@ class Stages:
         self.say(f"== {stage.name}, at most {limit:.0f} s: {' '.join(words)}")
         started, state, path = self._now(), DONE, self.folder / LOG
         variables = {name: value.format(**places) for name, value in stage.environment}
+
+        def copy() -> None:
+            if text := reader.read().decode(errors="replace"):
+                self._say(text)
+
         with path.open("ab") as log, path.open("rb") as reader:
             reader.seek(0, os.SEEK_END)
             process = subprocess.Popen(
@@ -282,7 +263,7 @@ class Stages:
                 while process.poll() is None and self._now() - started < soft:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(POLL_S)
-                    self._copy(reader)
+                    copy()
                 if process.poll() is None:
                     state = KILLED
                     end(process, min(KILL_S, 0.2 * limit))
@@ -291,16 +272,10 @@ class Stages:
                 self._ended(Ending(stage.name, UNFINISHED, self._now() - started, None))
                 raise
             finally:
-                self._copy(reader)
+                copy()
         if state == DONE and process.returncode not in FINISHED:
             state = UNFINISHED
         return self._ended(Ending(stage.name, state, self._now() - started, process.returncode))
-
-    def _copy(self, reader: Any) -> None:
-        """What the stage has printed, for the reader too."""
-        text = reader.read().decode(errors="replace")
-        if text:
-            self._say(text)
 
     def _ended(self, ending: Ending) -> Ending:
         self.endings.append(ending)
@@ -327,7 +302,6 @@ def caches_id() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m bench contact`."""
     parser.add_argument(
         "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
         help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
@@ -346,7 +320,6 @@ def jobs() -> int:
 
 
 def facts() -> str:
-    """What a figure depends on besides the code, in some lines."""
     found = {name: value for name, value in environment().items() if value}
     found["python"] = f"{platform.python_version()}, {os.cpu_count()} cores, {platform.platform()}"
     for package in PACKAGES:
@@ -366,42 +339,39 @@ def stage_table(stages: Sequence[Stage], seconds: float, places: dict[str, Any])
     return aligned(lines)
 
 
-def wrong(folder: Path, run: Stages | None, rows: Sequence[Row]) -> list[str]:
-    """What is wrong: stages, cases, configs, rows of ours. Equal faults share a line."""
-    found: dict[str, list[str]] = {}
-    for ending in run.endings if run else ():
-        if ending.failed:
-            found.setdefault(f"exit status {ending.status}", []).append(f"stage {ending.stage}")
+def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str], str]:
+    """What ends a run: what is wrong (stages, cases, configs, rows of ours; equal faults share a
+    line), what had no time, and the table of the goals."""
+    wrong: dict[str, list[str]] = {}
+
+    def add(why: str, name: str) -> None:
+        wrong.setdefault(why, []).append(name)
+
+    endings = run.endings if run else []
+    for ending in (e for e in endings if e.failed):
+        add(f"exit status {ending.status}", f"stage {ending.stage}")
     for line in ResultsCache(folder / CHECKED).lines:
         if "tensors" in line:
             result = Result.from_dict(line)
             if not result.passed:
-                found.setdefault(result.why, []).append(f"check {result.name}, {result.dtype}")
+                add(result.why, f"check {result.name}, {result.dtype}")
         elif line.get("fault"):
             config = " ".join(f"{k}={v}" for k, v in (line["config"] or {}).items())
-            name = f"config {line['table']} [{config}], {line['case']}"
-            found.setdefault(line["fault"], []).append(name)
-    for row in bad_rows(rows):
-        where, what = describe(row).rsplit(f"{row.provider}: ", 1)
-        found.setdefault(row.note or what, []).append(f"{where}{row.provider}")
-    return [
-        f"{names[0]}: {why}"
-        if len(names) == 1
-        else f"{len(names)} times: {why}: {'; '.join(names)}"
-        for why, names in found.items()
-    ]
-
-
-def report(folder: Path, run: Stages | None = None) -> tuple[list[str], list[str], str]:
-    """What ends a run: lines of what is wrong, of what had no time, and the table of the goals."""
+            add(line["fault"], f"config {line['table']} [{config}], {line['case']}")
     rows = read_rows(folder) if (folder / RESULTS).exists() else []
-    unfinished = [
-        f"stage {ending.stage}: {ending.state} after {ending.seconds:.0f} s"
-        for ending in (run.endings if run else ())
-        if ending.state != DONE and not ending.failed
+    for row in bad_rows(rows):
+        where, what = row.describe().rsplit(f"{row.provider}: ", 1)
+        add(row.note or what, f"{where}{row.provider}")
+    found = [
+        f"{len(names)} times: {why}: {'; '.join(names)}" if names[1:] else f"{names[0]}: {why}"
+        for why, names in wrong.items()
     ]
-    table = "\n".join(["", targets.table(rows), "", conditions(rows)])
-    return wrong(folder, run, rows), unfinished, table
+    unfinished = [
+        f"stage {e.stage}: {e.state} after {e.seconds:.0f} s"
+        for e in endings
+        if e.state != DONE and not e.failed
+    ]
+    return found, unfinished, "\n".join(["", plan.claim_table(rows), "", conditions(rows)])
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -416,11 +386,9 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
             "torch sees no GPU, so nothing was run and nothing was written; --dry-run lists the "
             "stages, and `fastvit-kernels check` runs the kernels in Triton's interpreter"
         )
-    for name in (EVENTS, RESULTS):
-        if (folder / name).exists() and not arguments.resume:
-            raise CommandError(
-                f"{folder / name} exists: --resume goes on, another --out starts anew"
-            )
+    for path in (folder / EVENTS, folder / RESULTS):
+        if path.exists() and not arguments.resume:
+            raise CommandError(f"{path} exists: --resume goes on, another --out starts anew")
     todo = Stages(
         stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
         sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,
@@ -458,7 +426,6 @@ WARMED = "warm.jsonl"
 
 
 def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `python -m bench warm`."""
     parser.add_argument(
         "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
         help="processes at once",
@@ -467,10 +434,6 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
     done = "a folder that remembers which cases have run on this machine"
     options.add(parser, "--out", help=done)
     parser.set_defaults(device=None)
-
-
-def warm_jobs(found: Sequence[Task]) -> list[Job]:
-    return [Job(task.title, python(__name__, str(number))) for number, task in enumerate(found)]
 
 
 def run_warm(
@@ -505,16 +468,11 @@ def run_warm(
     return CUT_SHORT if left else 1 if bad else 0
 
 
-def warm_one(number: str) -> int:
-    """What a process of `warm` does: one target, once, and a line that says how long it took."""
+if __name__ == "__main__":
+    # what a process of `warm` does: one target, once, and a line that says how long it took
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
-    planned_targets()[int(number)].touch(device)
+    plan.targets()[int(sys.argv[1])].touch(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
     print(json.dumps({"seconds": time.monotonic() - started}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(warm_one(sys.argv[1]))

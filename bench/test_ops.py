@@ -41,7 +41,7 @@ def test_host_cost(benchmark, op, provider, mode):
 @pytest.mark.parametrize("name", OPS)
 def test_op(benchmark, name, provider, mode):
     op, shape = OPS[name], shape_of(name, "ViT-B")
-    inputs = op.inputs(shape, torch.bfloat16, Draw(DEVICE, torch.bfloat16))
+    inputs = op.inputs(shape, Draw(DEVICE, torch.bfloat16))
     chosen = next(p for p in op.providers(shape, "bf16") if p.name == provider)
     benchmark.group = f"{name} {shape.id} bf16 {mode}, with the host"
     with chosen.context():

@@ -17,12 +17,11 @@ from bench_stand_ins import (
 )
 
 import fastvit_kernels as fk
-from bench import measure, ops, report, roofs
+from bench import measure, ops, report
 from bench.measure import measure_op
 from bench.models import Case
-from bench.ops import OPS, Draw
-from bench.providers import Provider, compiled, ours, plain
-from bench.rows import ERROR, FAILED, OK, Row, bad_rows, with_speedup
+from bench.ops import OPS, SEARCH, Draw, Provider, compiled, ours, plain
+from bench.rows import ERROR, FAILED, OK, Row, bad_rows
 from fastvit_kernels.measure.timer import spread
 
 
@@ -32,7 +31,7 @@ def test_every_provider_of_an_op_runs_and_is_right(name):
     shape = replace(TINY, variant="proj" if name == "linear" else "")
     if name == "varlen_attention":
         shape = replace(TINY, B=3, variant="spread")
-    absent = {"flash_attn", "xformers", "liger_kernel", "quack", "compile"}
+    absent = {"flash_attn", "xformers", "liger_kernel", "quack", "compile", SEARCH}
     names = {p.name for p in op.providers(shape, "fp32")} - absent
     rows = list(measure_op(op, shape, "fp32", ("both",), tuple(names), bench()))
     by_name = {r.provider: r for r in rows}
@@ -115,7 +114,7 @@ class Scaled(torch.autograd.Function):
 @pytest.mark.parametrize("name", ["layer_norm", "mlp", "patch_embed"])
 def test_the_gate_looks_at_every_gradient(name):
     op = OPS[name]
-    given = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))
+    given = op.inputs(TINY, Draw(CPU, torch.float32))
     learnt = [n for n, x in given.items() if x.requires_grad]
 
     def spoiled(argument):
@@ -168,11 +167,11 @@ def test_a_mode_times_what_it_says(monkeypatch):
 def test_a_speedup_is_the_baselines_time_over_the_providers():
     """By a graph's replay where both have one; none where either is wrong or was not compared."""
     base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
-    assert with_speedup(fast, base, True).speedup == 1.5
+    assert fast.with_speedup(base, True).speedup == 1.5
     replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
-    assert with_speedup(*replayed[::-1], True).speedup == 4.0
-    assert with_speedup(replayed[1], base, True).speedup == 1.5
-    assert with_speedup(fast, replayed[0], True).speedup == 1.5
+    assert replayed[1].with_speedup(replayed[0], True).speedup == 4.0
+    assert replayed[1].with_speedup(base, True).speedup == 1.5
+    assert fast.with_speedup(replayed[0], True).speedup == 1.5
     for row, baseline, compared in (
         (replace(fast, status=FAILED), base, True),
         (fast, replace(base, status=FAILED), True),
@@ -181,7 +180,7 @@ def test_a_speedup_is_the_baselines_time_over_the_providers():
         (replace(fast, ms=None), base, True),
         (fast, replace(base, ms=None), True),
     ):
-        assert with_speedup(row, baseline, compared).speedup is None
+        assert row.with_speedup(baseline, compared).speedup is None
 
 
 def test_what_took_pytorchs_path_is_not_ours():
@@ -227,15 +226,15 @@ def test_median_and_percentiles():
 
 
 def measured_roofs(timer):
-    return [roofs.measure_roof(roof, CPU, timer) for roof in roofs.planned()]
+    return [measure.measure_roof(roof, CPU, timer) for roof in measure.planned_roofs()]
 
 
 def test_roofs_by_stand_in(monkeypatch):
-    assert roofs.COPY_BYTES == 2**30  # as docs/benchmarks.md says
-    assert all(side % 256 == 0 for side in roofs.MATMUL_SIDE.values())  # whole tiles
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
-    found = roofs.Roofs.of(measured_roofs(FakeTimer(2.0)))
+    assert measure.COPY_BYTES == 2**30  # as docs/benchmarks.md says
+    assert all(side % 256 == 0 for side in measure.MATMUL_SIDE.values())  # whole tiles
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
+    found = measure.Roofs.of(measured_roofs(FakeTimer(2.0)))
     assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
     assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
 
@@ -253,14 +252,14 @@ class Throttling(FakeTimer):
 
 
 def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     timer = Throttling()
     rows = {r.mode: r for r in measured_roofs(timer)}
     # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
     assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
-    assert roofs.Roofs.of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+    assert measure.Roofs.of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
 
 
 @pytest.mark.parametrize("method", ["sample", "capture"])
@@ -268,15 +267,15 @@ def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
     def fails(self, *arguments, **options):
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     monkeypatch.setattr(FakeTimer, method, fails)
     rows = {r.mode: r for r in measured_roofs(FakeTimer())}
     assert set(rows) == {"copy", "matmul", "matmul, sustained", "graph replay"}
     for mode, row in rows.items():
         wrong = method == "sample" or mode == "graph replay"
         assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
-    assert bool(roofs.Roofs.of(list(rows.values())).copy_gbps) == (method == "capture")
+    assert bool(measure.Roofs.of(list(rows.values())).copy_gbps) == (method == "capture")
 
 
 def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
@@ -288,9 +287,9 @@ def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
             adds.append(1)
             return lambda: replays.append(1)
 
-    monkeypatch.setattr(roofs, "WARM_MS", 20.0)
-    replay = roofs.planned()[-1]
-    assert roofs.measure_roof(replay, CPU, Counting()).samples == roofs.SAMPLES
+    monkeypatch.setattr(measure, "WARM_MS", 20.0)
+    replay = measure.planned_roofs()[-1]
+    assert measure.measure_roof(replay, CPU, Counting()).samples == measure.SAMPLES
     assert len(replays) == 2 + 1 and len(adds) == 1  # a stand-in runs once for its samples
 
 
@@ -304,7 +303,7 @@ def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
     resets, modes = [], []
     monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
 
-    def compiles(function, dynamic, mode):
+    def compiles(function, dynamic, mode=None):
         modes.append(mode)
         return function
 
@@ -318,11 +317,15 @@ def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.compiled is None])
-def test_what_a_compiler_is_given_is_one_graph(name):
+def test_what_a_compiler_is_given_is_one_graph(name, monkeypatch):
     """With a break it would not be what its users compile."""
     op, shape = OPS[name], replace(TINY, variant="proj" if name == "linear" else "")
-    (reference,) = (p.reference for p in op.providers(shape, "fp32") if p.reference is not None)
-    given = op.inputs(shape, torch.float32, Draw(CPU, torch.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.compile", lambda function, **options: function)
+        made = [p.make() for p in op.providers(shape, "fp32") if p.compiled]
+    reference, searched = made
+    assert reference is searched
+    given = op.inputs(shape, Draw(CPU, torch.float32))
     whole = torch.compile(reference, backend="eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(whole(**given), reference(**given))
 
@@ -345,7 +348,7 @@ def test_donated_buffers_are_off_for_timed_backwards_alone():
     from private import autograd_config
 
     before = autograd_config.donated_buffer
-    with compiled(torch.relu).context():
+    with compiled("compile", lambda: torch.relu).context():
         assert autograd_config.donated_buffer is False
     assert autograd_config.donated_buffer == before
 
@@ -359,7 +362,7 @@ def test_flex_attention_keeps_packed_sequences_apart(monkeypatch):
     """The compiled peer of varlen_attention, not compiled: a CPU has its forward alone."""
     op, shape = OPS["varlen_attention"], replace(TINY, B=3, variant=ops.SPREAD)
     monkeypatch.setattr("torch.compile", lambda function, **options: function)
-    given = op.inputs(shape, torch.float32, Draw(CPU, torch.float32))
+    given = op.inputs(shape, Draw(CPU, torch.float32))
     inputs = {name: x.detach() for name, x in given.items() if x is not None}
     wanted = op.reference(shape, "fp32")(**inputs)
     torch.testing.assert_close(ops.by_flex(shape)(**inputs), wanted)

@@ -18,7 +18,7 @@ from bench_stand_ins import (
     stub_task,
 )
 
-from bench import host, plan, providers, roofs, run
+from bench import host, measure, ops, plan, run
 from bench.__main__ import build_parser, main
 from bench.models import Case
 from bench.ops import OPS
@@ -102,18 +102,18 @@ def test_no_case_is_measured_twice():
 def test_sweeps_are_whole():
     found = list(OPS["attention"].shapes())
     sweep = {s.T: s for s in found if s.model == "sweep-T"}
-    assert tuple(sweep) == providers.T_SWEEP
+    assert tuple(sweep) == ops.T_SWEEP
     assert {s.D for s in found} >= {32, 64, 80, 88, 96, 128}
     assert {s.T for s in found} >= {197, 577, 1370, 257, 730}
-    assert all(0.6 < s.B * s.T / providers.TOKENS < 1.4 for s in found)
+    assert all(0.6 < s.B * s.T / ops.TOKENS < 1.4 for s in found)
 
 
 # --- the command
 
 
 def stand_in(monkeypatch, tmp_path, work=None):
-    monkeypatch.setattr(roofs, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(roofs, "MATMUL_SIDE", {"bf16": 8})
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     work = work or [stub_task("a")]
     monkeypatch.setattr("bench.run.tasks", lambda wanted, device: work)
     restarts: list = []
@@ -185,7 +185,7 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
 def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):
     machine, _, words = stand_in(monkeypatch, tmp_path)
     work = [stub_task("a"), stub_task("b", seconds=1e6)]
-    monkeypatch.setattr("bench.run.target_tasks", lambda shapes: work)
+    monkeypatch.setattr(plan, "targets", lambda shapes: work)
     words = ["targets", *words[1:]]
     assert main(words, machine) == 3
     out = capsys.readouterr().out
@@ -232,7 +232,7 @@ def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
     found = [plan.op_target(OPS[op], TINY, ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
     found.append(plan.vit_target(case, ("eager", "swapped"), (), 5.0))
-    monkeypatch.setattr(plan, "targets", lambda: found)
+    monkeypatch.setattr(plan, "targets", lambda shapes: found)
     machine, restarts, words = stand_in(monkeypatch, tmp_path)
     words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
     machine.make_timer = lambda: timer

@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.models import HOSTS, Case
-from bench.ops import OPS, TOWERS, Draw
-from bench.providers import VITS, Shape, vit, vits
+from bench.ops import OPS, TOWERS, VITS, Draw, Shape, vit, vits
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
@@ -34,7 +33,7 @@ def shape_of(name, variant):
 
 
 def given(op, shape, dtype=torch.float32):
-    return op.inputs(shape, dtype, Draw(CPU, dtype))
+    return op.inputs(shape, Draw(CPU, dtype))
 
 
 def counted(op, shape):

@@ -20,11 +20,10 @@ from bench_stand_ins import (
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench import measure, ops
-from bench.measure import Entry, measure_op, row_of
-from bench.ops import OPS, Draw
-from bench.providers import Provider, plain, replaced
-from bench.roofs import Roofs
-from bench.rows import ERROR, MEMORY, OK
+from bench.measure import Entry, Roofs, measure_op, row_of
+from bench.ops import OPS, Draw, Provider, plain, replaced
+from bench.rows import ERROR, OK
+from fastvit_kernels.measure.gate import MEMORY
 from fastvit_kernels.measure.timer import DeviceLost, spread
 from fastvit_kernels.measure.turns import ROUNDS
 from fastvit_kernels.ops.attention.configs import (
@@ -142,7 +141,7 @@ def test_sdpa_has_q_k_and_v_of_their_own():
     """Its backward is timed to dq, dk and dv; the gate sees the gradient of the packed qkv."""
     op, timed = OPS["attention"], []
     (provider,) = (p for p in ops.sdpa_unpacked() if p.name == "sdpa-flash-unpacked")
-    qkv = op.inputs(TINY, torch.float32, Draw(CPU, torch.float32))["qkv"]
+    qkv = op.inputs(TINY, Draw(CPU, torch.float32))["qkv"]
     taken = provider.takes({"qkv": qkv})
     assert list(taken) == ["q", "k", "v"]
     for x, packed_x in zip(taken.values(), qkv.unbind(2), strict=True):
@@ -182,7 +181,7 @@ def test_a_row_has_median_and_spread_of_its_samples():
     times = [float(i) for i in range(11)]
     assert spread(times[::-1]) == (5.0, 2.0, 8.0)
     entry = Entry("ours", norm, times=times, graph_times=[3.0, 1.0, 2.0])
-    row = measure.finish(row_of("mlp", "ours", TINY, "bf16", "fwd"), entry)
+    row = entry.finish(row_of("mlp", "ours", TINY, "bf16", "fwd"))
     assert (row.ms, row.ms_p20, row.ms_p80, row.graph_ms, row.samples) == (5.0, 2.0, 8.0, 2.0, 11)
 
 
@@ -197,7 +196,7 @@ def test_inputs_are_the_same_at_every_run():
 def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
     """The scores of all heads do not fit; the numbers are the same, and so are the gradients."""
     op, shape = OPS[name], replace(TINY, B=2, variant="spread")
-    inputs = op.inputs(shape, torch.float64, Draw(CPU, torch.float64))
+    inputs = op.inputs(shape, Draw(CPU, torch.float64))
     leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
     heads, by_head = [], ops.by_head
     monkeypatch.setattr(ops, "by_head", lambda qkv: heads.append(qkv) or by_head(qkv))
@@ -246,7 +245,7 @@ def test_attention_is_timed_by_the_other_routes_too(name, B, T, others):
 
 
 def test_the_split_backward_is_split():
-    inputs = OPS["attention"].inputs(TINY, torch.float32, Draw(CPU, torch.float32))
+    inputs = OPS["attention"].inputs(TINY, Draw(CPU, torch.float32))
     ways = {p.name: p for p in OPS["attention"].providers(TINY, "fp32")}
     tables = {}
     for name in ("ours", "ours-split"):
@@ -261,7 +260,7 @@ def test_the_split_backward_is_split():
 def test_what_stores_keeps_more_than_what_recomputes(name):
     op, kept = OPS[name], {}
     shape = replace(TINY, variant="packed" if name == "gated_mlp" else "")
-    inputs = op.inputs(shape, torch.bfloat16, Draw(CPU, torch.bfloat16))
+    inputs = op.inputs(shape, Draw(CPU, torch.bfloat16))
     for provider in op.providers(shape, "bf16"):
         if provider.name in ("ours", "ours-stored"):
             saved = {}

@@ -11,7 +11,7 @@ from bench_stand_ins import CPU
 
 import fastvit_kernels as fk
 from bench import host
-from bench.providers import BASELINE
+from bench.ops import BASELINE
 from fastvit_kernels.verify.cases import OPS
 
 
@@ -47,7 +47,7 @@ def test_rows_are_of_the_turns_after_the_first(monkeypatch):
 
     taken = {}
     monkeypatch.setattr(host, "ROUNDS", 3)
-    monkeypatch.setattr(host, "swapped_cases", lambda device: {})
+    monkeypatch.setattr(host, "models", lambda: ())
     monkeypatch.setattr(host, "cases", lambda device: {"mlp": host.Case({}, print, print)})
     monkeypatch.setattr(host, "call_of", lambda case, provider, mode: (provider, mode))
     monkeypatch.setattr(host, "microseconds", microseconds)
@@ -69,8 +69,8 @@ def test_a_swapped_model_is_beside_its_host(monkeypatch):
     pytest.importorskip("timm")
     reports, own = [], fk.swap_in
     monkeypatch.setattr(fk, "swap_in", lambda model: reports.append(own(model)))
-    cases = host.swapped_cases(CPU)
-    assert [r.level for r in reports] == 3 * ["block"] and tuple(cases) == host.models()
+    cases = {name: host.swapped_case(name, CPU) for name in host.models()}
+    assert [r.level for r in reports] == 3 * ["block"]
     for name, case in cases.items():
         with fk.backend("torch"):
             ours, torch_ = case.ours(**case.inputs), case.torch(**case.inputs)

@@ -19,8 +19,7 @@ from bench_stand_ins import (
 
 from bench import models as bench_models
 from bench.__main__ import main
-from bench.gate import model_errors, overall
-from bench.measure import Entry
+from bench.measure import Entry, model_errors, overall
 from bench.models import WAYS, Case, NamedCase, Runner, Way, build
 from bench.plan import Wanted, tasks
 from bench.rows import (
@@ -409,9 +408,22 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
 # --- the profile
 
 
+def event(name, shapes=(), parent=None, kernels=()):
+    return SimpleNamespace(name=name, input_shapes=shapes, cpu_parent=parent, kernels=kernels)
+
+
 def launch(kernel, *operators):
-    names = tuple(name for name, _ in operators)
-    return bench_models.Launch(kernel, 1000.0, names, tuple(shape for _, shape in operators))
+    """An event with one kernel of a millisecond, inside of others: operators, innermost first."""
+    found = None
+    for name, shapes in reversed(operators):
+        found = event(name, shapes, found)
+    found.kernels = [SimpleNamespace(name=kernel, duration=1000)]
+    return found
+
+
+def stage_of(found, C, width):
+    (kernel,) = found.kernels
+    return bench_models.stage_of(kernel.name, bench_models.operators_of(found), C, width)
 
 
 def test_profile_stages():
@@ -427,31 +439,25 @@ def test_profile_stages():
         "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
         "other": launch("k", ("aten::add", ((M, C), (M, C)))),
     }.items():
-        assert bench_models.stage_of(found, C, F) == stage
-    both = [launch("gemm", ("aten::addmm", product))] * 3
-    assert bench_models.stage_ms(both, C, F, steps=3)["qkv"] == 1.0
+        assert stage_of(found, C, F) == stage
+    both = [launch("gemm", ("aten::addmm", product))] * bench_models.STEPS
+    assert bench_models.stage_ms(both, C, F)["qkv"] == pytest.approx(1.0)
     ours_qkv = launch("gemm", ("fastvit_kernels::qkv_projection_fwd", (*product, (3 * C,))))
-    assert bench_models.stage_of(ours_qkv, C, F) == "qkv"
+    assert stage_of(ours_qkv, C, F) == "qkv"
     for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
         turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
-        assert bench_models.stage_of(turning, C, F) == stage
+        assert stage_of(turning, C, F) == stage
     gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
-    assert bench_models.stage_of(gate, C, F) == "mlp"
+    assert stage_of(gate, C, F) == "mlp"
 
 
 def test_a_kernel_has_the_operators_around_its_launch():
-    def event(name, shapes, parent=None, kernels=()):
-        return SimpleNamespace(name=name, input_shapes=shapes, cpu_parent=parent, kernels=kernels)
-
-    kernel = SimpleNamespace(name="gemm", duration=1500)
     step = event("ProfilerStep", None)
     linear = event("aten::linear", [[8, 4], [16, 4], []], step)
-    product = event("aten::addmm", [[16], [8, 4], "scalar"], linear, [kernel])
-    (found,) = bench_models.launches_of([step, linear, product])
-    assert found == bench_models.Launch(
-        "gemm", 1500.0, ("aten::addmm", "aten::linear", "ProfilerStep"),
-        (((16,), (8, 4)), ((8, 4), (16, 4), ()), ()),
-    )  # fmt: skip
+    product = event("aten::addmm", [[16], [8, 5], "scalar"], linear)
+    assert bench_models.operators_of(product) == [
+        ("aten::addmm", {5, 8, 16}), ("aten::linear", {4, 8, 16}), ("ProfilerStep", set()),
+    ]  # fmt: skip
 
 
 def test_a_profile_is_of_a_step(monkeypatch):
@@ -466,19 +472,19 @@ def test_a_profile_is_of_a_step(monkeypatch):
             steps.append(is_profiling())
             return torch.ones(1)
 
-    found = [launch("gemm", ("aten::mm", ((768, 768),)))] * 2 * bench_models.STEPS
+    events = [launch("gemm", ("aten::mm", ((768, 768),))), event("aten::add")]
     monkeypatch.setattr(bench_models, "Runner", Stepping)
-    monkeypatch.setattr(bench_models, "launches_of", lambda events: found)
-    rows = list(bench_models.measure_profile(Case("timm", "B", 224, 2), "eager", bench()))
+    monkeypatch.setattr(torch.profiler.profile, "events", lambda _: events * 2 * bench_models.STEPS)
+    rows = list(bench_models.measure_profile(Case("timm", "B", 224, 2), ("eager",), bench()))
     assert steps == [False] * 3 + [True] * bench_models.STEPS
-    assert {r.mode: r.ms for r in rows} == {
-        stage: 2.0 if stage == "proj" else 0.0 for stage in bench_models.STAGES
-    }
+    assert {r.mode: r.ms for r in rows} == pytest.approx(
+        {stage: 2.0 if stage == "proj" else 0.0 for stage in bench_models.STAGES}
+    )
 
 
 def test_profile_reads_the_profilers_events():
     pytest.importorskip("timm")
     case = Case("timm", "tiny", 16, 2, "bf16")
-    rows = list(bench_models.measure_profile(case, "eager", bench()))
+    rows = list(bench_models.measure_profile(case, ("eager",), bench()))
     assert {r.mode for r in rows} == set(bench_models.STAGES)
     assert all("no kernel" in r.note for r in rows)  # as it is without a GPU

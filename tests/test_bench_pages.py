@@ -8,11 +8,11 @@ from pathlib import Path
 import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 
-from bench import measure, models, report, roofs
+from bench import measure, models, report
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
-from bench.rows import ERROR, FAILED, Results, Row, as_line
+from bench.rows import ERROR, FAILED, Results, Row, as_csv
 
 
 def synthetic(factor: float = 1.0) -> list[Row]:
@@ -35,7 +35,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
                         row, ms=ms, ms_p20=0.98 * ms, ms_p80=1.02 * ms, speedup=1 / (1 + 0.1 * i),
                         **about,
                     )  # fmt: skip
-                    rows.append(measure.with_rates(row, op, shape, roofs.Roofs.of(rows[:2])))
+                    rows.append(measure.with_rates(row, op, shape, measure.Roofs.of(rows[:2])))
     for j, model in enumerate("SBL"):
         case = Case("timm", model, 224, 128)
         for i, provider in enumerate(WAYS):
@@ -51,11 +51,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
 
 
 def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
-    results = Results(tmp_path, False)
-    for row in synthetic():
-        results.rows[row.key] = row
-        results._write(as_line(row))
-    results.close()
+    (tmp_path / "results.csv").write_text(as_csv(synthetic()))
     assert main(["plot", str(tmp_path)]) == 0
     names = {"attention.png", "ops.png", "vit.png", "profile.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
@@ -88,7 +84,8 @@ def test_a_full_disk_leaves_what_was_there(name, tmp_path):
 def test_failed_competitors_are_drawn_hollow(tmp_path):
     """A picture without them would say that nobody else had tried."""
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    report._bars(axes, {"ViT": {"eager": 1.0, "compile": 2.0}}, "", "", "%f", {("ViT", "compile")})
+    bars = [("ViT", "eager", 1.0, False), ("ViT", "compile", 2.0, True)]
+    report._bars(axes, bars, "", "", "%f")
     assert [bar.get_facecolor()[3] for bar in axes.patches] == [1.0, 0.0]
     row = Row("mlp", "liger_kernel", "a", "bf16", "both", T=50, ms=1.0)
     assert report._measured([replace(row, status=FAILED)])
@@ -292,11 +289,8 @@ def test_pages_are_filled_between_their_marks(tmp_path):
     page, front, folder = tmp_path / "page.md", tmp_path / "README.md", tmp_path / "results"
     for path in (page, front):
         path.write_text(f"by hand\n{report.START}\nOUTDATED\n{report.END}\nmore by hand\n")
-    results = Results(folder / "a GPU", False)
-    for row in synthetic():
-        results.rows[row.key] = row
-        results._write(as_line(row))
-    results.close()
+    (folder / "a GPU").mkdir(parents=True)
+    (folder / "a GPU" / "results.csv").write_text(as_csv(synthetic()))
     report.write_docs(page, folder, front)
     for path in (page, front):
         text = path.read_text()

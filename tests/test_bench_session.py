@@ -22,10 +22,10 @@ from bench.rows import (
     Results,
     Row,
     as_line,
-    describe,
     read_rows,
 )
 from bench.run import Clock, TimeOver, limit_of, run_tasks
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.timer import DeviceLost
 from tests.check import results_cache
 
@@ -111,7 +111,7 @@ def test_rows_name_the_commit_and_whether_it_was_changed(monkeypatch, commit, ch
 )
 def test_another_csv_is_refused(text, tmp_path):
     (tmp_path / RESULTS).write_text(text)
-    with pytest.raises(ValueError, match="no result of this benchmark"):
+    with pytest.raises(CommandError, match="no result of this benchmark"):
         read_rows(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_a_line_says_what_a_row_does():
         (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
         (replace(row, status=ERROR, note="why"), "ours: error why"),
     ):
-        assert describe(given).endswith(text)
+        assert given.describe().endswith(text)
 
 
 def test_resume_measures_only_what_is_missing(tmp_path):

@@ -12,15 +12,9 @@ import torch
 from test_data import Image
 
 from fastvit_kernels.commands.console import CommandError
-<<<<<<< HEAD
 from fastvit_kernels.commands.training import checkpoint, checkpoint as names, records
-from fastvit_kernels.commands.training.records import Files, Rows
-=======
-from fastvit_kernels.commands.training import checkpoint, records
-from fastvit_kernels.commands.training import checkpoint as names
 from fastvit_kernels.commands.training.records import Records
 from fastvit_kernels.commands.training.settings import make_settings
->>>>>>> fold-commands
 
 
 def shard(path, *members):

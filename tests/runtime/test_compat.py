@@ -89,7 +89,7 @@ def private_names(tree):
     ("folder", "home", "reads"),
     [
         (PACKAGE, COMPAT, []),
-        (BENCH, BENCH / "providers.py", [PACKAGE]),
+        (BENCH, BENCH / "ops.py", [PACKAGE]),
         (TESTS, SUPPORT / "private.py", [PACKAGE, BENCH]),
     ],
     ids=["package", "bench", "tests"],

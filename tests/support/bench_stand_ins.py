@@ -11,15 +11,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # bench is no part of the package
 
-from bench import measure, models, providers
-from bench.measure import Bench
+from bench import measure, models, ops
+from bench.measure import Bench, Roofs
 from bench.plan import Task
-from bench.roofs import Roofs
 from bench.rows import Row
 from fastvit_kernels.measure.timer import Step, Timer
 
 CPU = torch.device("cpu")
-TINY = providers.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
+TINY = ops.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
 ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
 
 
@@ -63,7 +62,7 @@ def few_rounds(monkeypatch):
     monkeypatch.setattr(measure, "WARM_UP", 1)
     for module in (measure, models):
         monkeypatch.setattr(module, "TURN_MS", 2.0)
-    monkeypatch.setitem(providers.VITS, "tiny", (16, 1, 2, 32))
+    monkeypatch.setitem(ops.VITS, "tiny", (16, 1, 2, 32))
 
 
 def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):

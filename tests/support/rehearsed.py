@@ -18,10 +18,9 @@ from pathlib import Path
 from bench_stand_ins import CPU, TINY, FakeTimer, with_providers
 from interpreter import mend_interpreter
 
-from bench import plan, roofs, run
+from bench import measure, plan, run
 from bench.__main__ import main
-from bench.ops import OPS
-from bench.providers import plain
+from bench.ops import OPS, plain
 from fastvit_kernels.measure.timer import DeviceLost
 
 FOLDER = Path(os.environ["REHEARSAL"])
@@ -67,7 +66,7 @@ def target(model: str, seconds: float, name: str = "", function=None) -> plan.Ta
     return replace(task, seconds=seconds)
 
 
-def targets() -> list[plan.Task]:
+def targets(shapes) -> list[plan.Task]:
     most = 100.0  # a guess that no process exceeds
     return [
         target("a", most, "ours-raises", raises), target("b", 0.0, "hangs", hangs),
@@ -82,7 +81,7 @@ def restart(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    roofs.COPY_BYTES, roofs.MATMUL_SIDE = 2**12, {"bf16": 8}
+    measure.COPY_BYTES, measure.MATMUL_SIDE = 2**12, {"bf16": 8}
     plan.targets = targets
     run.HUNG_S = 10.0
     mend_interpreter()

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.ops import SPREAD, lengths
-from bench.providers import VITS, Shape
+from bench.ops import SPREAD, VITS, Shape, lengths
 from fastvit_kernels import (
     attention,
     backend,

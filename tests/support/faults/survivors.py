@@ -6,9 +6,7 @@ SURVIVORS = {
     "commands/options.py:: 1024 -> (1025)": "a bound that has to be large, and is its own test's",
     "bench/report.py:_bars: axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2) -> (axes.bar_label(bars, fmt=form, fontsize=8, padding=2))": "how labels of a drawing lie",  # noqa: E501
     "measure/timer.py:CudaTimer.sample: True -> (False)": "a GPU's events: torch raises there",
-    "bench/providers.py:vits: 384 -> (385) #2": (
-        "whole patches: 385 // 16 is 384 // 16, and of 14 too"
-    ),
+    "bench/ops.py:vits: 384 -> (385) #2": ("whole patches: 385 // 16 is 384 // 16, and of 14 too"),
     "ops/attention/backward_bias.py:: 4 -> (5)": "how many programs share the tiles: GPU timing",
     "ops/common/rows.py:bwd_programs: config.block_rows > 1 -> (config.block_rows >= 1)": (
         "GPU timing"
