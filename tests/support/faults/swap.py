@@ -708,20 +708,19 @@ FAULTS = [
         only=(ANY_HOOK + "[timm things]",),
     ),
     Fault(
-        "host-softmax-hooks", "swap/hosts/special/windows.py", "_softmax_watched",
-        "a hook on Swin's softmax is missed",
-        "is_hooked(self.attn_drop) or is_hooked(self.softmax)", "is_hooked(self.attn_drop)",
+        "host-softmax-hooks", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on Swin's softmax is missed", "fused_roles.through", "fused_roles.through[:1]",
         only=(ANY_HOOK + "[biased swin_timm]",),
     ),
     Fault(
-        "host-sam-norm-hooks", "swap/hosts/special/windows.py", "",
-        "a hook on a norm of queries is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
-        'hooked(self, "attn_drop", "k_norm")', only=(ANY_HOOK + "[biased sam_timm]",),
+        "host-sam-norm-hooks", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on a norm of queries is missed", "fused_roles.through",
+        "fused_roles.through[::2]", only=(ANY_HOOK + "[biased sam_timm]",),
     ),
     Fault(
-        "host-sam-scores", "swap/hosts/special/windows.py", "",
-        "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
-        'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
+        "host-sam-scores", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on SAM's probabilities is missed", "fused_roles.through",
+        "fused_roles.through[1:]", only=(BIASED + "test_sam_that_forms_its_scores",),
     ),
     Fault(
         "held-mask-lost", "swap/hosts/block.py", "Block.fused_held",

@@ -40,25 +40,12 @@ def _area(copy: Any) -> dict[str, int]:
 
 ROLES = AttentionRoles(
     ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop", mask="mask",
-    masks=SHIFTED,
+    masks=SHIFTED, scale="scale", through=("attn_drop", "softmax"),
 )  # fmt: skip
-
-
-def _softmax_watched(self: Any) -> str | None:
-    if is_hooked(self.attn_drop) or is_hooked(self.softmax):
-        return "its probabilities are hooked"
-    return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
-
-
-def _scale(self: Any) -> float | None:
-    return None if getattr(self, "fused_attn", False) else self.scale
-
-
 # timm's, on windows (B windows, N, C). It forms the scores by default: `fused_attn` says nothing.
 WINDOW_ATTENTION = row(
-    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias, scale=_scale,
-    children=names("relative_position_bias_table softmax"), blocked=_softmax_watched,
-    derived=staticmethod(_area),
+    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias,
+    children=names("relative_position_bias_table"), derived=staticmethod(_area),
 )  # fmt: skip
 
 
@@ -69,8 +56,7 @@ class Cosine(Attention):
     fused_roles = ROLES._replace(
         scale=1.0, raw=True, biases=(("q_bias", "k_bias", "v_bias"),), tokens="window_size"
     )
-    fused_children = names("cpb_mlp logit_scale softmax")
-    fused_blocked = _softmax_watched
+    fused_children = names("cpb_mlp logit_scale")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -143,7 +129,7 @@ class OwnWindows(Attention):
 class ShiftedWindowAttention(OwnWindows):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_roles = ROLES._replace(after="", dropout="attention_dropout")
+    fused_roles = ROLES._replace(after="", dropout="attention_dropout", scale=None, through=())
     fused_children = names("relative_position_bias_table")
     fused_axes = (4,)
 
@@ -253,12 +239,8 @@ class HfCosine(Cosine):
         ("self.query", "self.key", "self.value"), out="output.dense", scale=1.0,
         head_dim="self.attention_head_size", dropout="self.dropout", after="output.dropout",
         mask="attention_mask", masks=SHIFTED, tokens="self.window_size",
-        result=(1, 0),
+        result=(1, 0), through=("self", "self.dropout", "output"),
     )  # fmt: skip
-
-    def fused_blocked(self: Any) -> str | None:
-        watched = fused.hooked(self, "self", "self.dropout", "output")
-        return watched or Attention.fused_blocked(self)
 
     def fused_positions(self: Any) -> tuple[Any, Any]:
         return self.self, self.self.continuous_position_bias_mlp
@@ -289,9 +271,11 @@ def _other_sam(module: Any) -> str | None:
 
 # Its tables are for windows of one size; the host interpolates them for others.
 SAM_ATTENTION = row(
-    Attention, roles=ROLES._replace(mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w")),
-    children=names("q_norm k_norm rope"), axes=(4,), reject=staticmethod(_other_sam), scale=_scale,
-    blocked=lambda self: fused.hooked(self, "attn_drop", "q_norm", "k_norm"),
+    Attention, axes=(4,), reject=staticmethod(_other_sam), children=names("rope"),
+    roles=ROLES._replace(
+        mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"),
+        through=("attn_drop", "q_norm", "k_norm"),
+    ),
 )  # fmt: skip
 
 
@@ -311,8 +295,7 @@ class MaskUnitAttention(OwnWindows):
     """Of timm's Hiera and transformers': within each mask unit, or over all tokens. The row of them
     has the first tokens of all units, then the second ones."""
 
-    fused_roles = AttentionRoles(("qkv",), "heads", "proj")
-    fused_scale = _scale
+    fused_roles = AttentionRoles(("qkv",), "heads", "proj", scale="scale")
     fused_reject: Any = staticmethod(_pools)
 
     def fused_takes(self: Any, x: Tensor) -> bool:
@@ -353,7 +336,9 @@ HIERA = (
         result=(2, 0), reject=staticmethod(_pools),
     )),
     ("MaskUnitAttention", row(
-        MaskUnitAttention, roles=AttentionRoles(("qkv",), "num_heads", "proj", result=(2, 0))
+        MaskUnitAttention, roles=AttentionRoles(
+            ("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)
+        ),
     )),
     ("Mlp", MLP),
     ("DropPath", DROP_PATH),
