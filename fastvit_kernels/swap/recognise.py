@@ -34,7 +34,7 @@ from .hosts.mlp import Mlp, MlpRoles
 from .hosts.roles import LinearRoles, MaskedLinear
 from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
 from .prove import aside, prove
-from .steps import block_roles
+from .steps import ResidualBlock
 
 BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
@@ -312,7 +312,7 @@ class Search:
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
                     seen = observed(self.module, self.class_of, training, more)
-                    every = [*block_roles(self.module, self.class_of, seen)]
+                    every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
                 except Refused as refused:
                     why.append(refused)
                     continue

@@ -452,7 +452,7 @@ class Attention(Body):
 
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """What examples have besides x and a mask; the last of them goes with masks."""
-        roles, T = self.fused_roles, x.shape[1] - self.fused_prefix()
+        roles, T = self.fused_roles, x.shape[1:-1].numel() - self.fused_prefix()
         for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
             tables = [example(generator, tokens, self.fused_head_dim()) for _ in "sc"]
             yield {roles.rope: tuple(t.detach() for t in tables)}

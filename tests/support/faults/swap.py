@@ -42,17 +42,15 @@ BIASED = "swap/test_bias_hosts.py::"
 FAULTS = [
     Fault(
         "packed-one-sequence", PACKED_FILE, "PackedAttention.fused_heads",
-        "windows and images are one sequence",
-        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
-        "cu_seqlens=cu_seqlens[:: len(cu_seqlens) - 1],\n                max_seqlen=len(x),",
+        "windows and images are one sequence", 'extras["cu_seqlens"], extras["max_seqlen"]',
+        'extras["cu_seqlens"][:: len(extras["cu_seqlens"]) - 1], len(x)',
         only=PACKED_BLOCK,
     ),
     Fault(
         "packed-shifted", PACKED_FILE, "PackedAttention.fused_heads",
         "all sequences but the first begin a token late",
-        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
-        "cu_seqlens=(cu_seqlens + (cu_seqlens > 0)).clamp(max=len(x)),\n"
-        "                max_seqlen=len(x),",
+        'extras["cu_seqlens"], extras["max_seqlen"]',
+        '(extras["cu_seqlens"] + (extras["cu_seqlens"] > 0)).clamp(max=len(x)), len(x)',
         only=PACKED_BLOCK,
     ),
     Fault(
@@ -233,7 +231,7 @@ FAULTS = [
         "if False",
     ),
     Fault(
-        "patch-drop-kept", "swap/hosts/special/models.py", "fused_tokens",
+        "patch-drop-kept", "swap/hosts/special/models.py", "VisionTransformer.fused_forward",
         "each image keeps the patches of another", "keep=keep", "keep=keep.roll(1, 0)",
     ),
     Fault(
@@ -385,7 +383,7 @@ FAULTS = [
         "raise Foreign(f", "return func(*args, **kwargs) or (f", only=FOLLOW,
     ),
     Fault(
-        "proof-calls-hooks", "swap/copies.py", "Copier._module", "copies call global hooks",
+        "proof-calls-hooks", "swap/copies.py", "Copier.copy", "copies call global hooks",
         "made.__dict__[CALL] = _forward_of(made)", "", only=HOOKS,
     ),
     Fault(
@@ -822,7 +820,7 @@ FAULTS = [
     ),
     Fault(
         "block-mask-checked", "swap/hosts/block.py", "Block.fused_checked",
-        "a mask is handed on unchecked", "checked = body.fused_checked(seen, given)",
+        "a mask is handed on unchecked", "checked = body.fused_checked(seen, given | held)",
         "checked = (seen, given)", only=("swap/test_padded_hosts.py", "swap/test_packed_hosts.py"),
     ),
     Fault(
@@ -963,7 +961,7 @@ FAULTS = [
     ),
     Fault(
         "host-unpickled", "swap/hosts/__init__.py", "_pickled", "a pickle finds no class",
-        "return by_table, (host", "return type(None), (host",
+        "return swapped_class, (host", "return type(None), (host",
         only=("swap/test_swap.py::test_swapped_blocks_unpickle_in_a_new_process",),
     ),
     *(

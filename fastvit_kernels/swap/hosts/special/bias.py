@@ -111,6 +111,4 @@ DATA2VEC: dict[str, Any] = {
     _DATA2VEC + "Attention": Data2VecAttention,
     _DATA2VEC + "DropPath": DROP_PATH,
 }
-BEIT = (
-    ("Layer", BEIT_LAYER), ("Attention", BEIT_ATTENTION), ("MLP", MLP), ("DropPath", DROP_PATH)
-)  # fmt: skip
+BEIT = (("Layer", BEIT_LAYER), ("Attention", BEIT_ATTENTION), ("MLP", MLP), ("DropPath", DROP_PATH))

@@ -271,7 +271,7 @@ def _other_sam(module: Any) -> str | None:
 
 # Its tables are for windows of one size; the host interpolates them for others.
 SAM_ATTENTION = row(
-    Attention, axes=(4,), reject=staticmethod(_other_sam), children=names("rope"),
+    Attention, reject=staticmethod(_other_sam), children=names("rope"),
     roles=ROLES._replace(
         mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"),
         through=("attn_drop", "q_norm", "k_norm"),
@@ -350,7 +350,7 @@ SAM2 = (
         axes=(4,), first_skips=False, reject=staticmethod(_pools),
     )),
     ("MultiScaleAttention", row(
-        HfAttention, axes=(4,), reject=staticmethod(_pools), roles=AttentionRoles(
+        HfAttention, reject=staticmethod(_pools), roles=AttentionRoles(
             ("qkv",), "num_attention_heads", "proj", scale="scale", grid=True
         ),
     )),
@@ -365,14 +365,9 @@ class Sam3Attention(HfAttention):
         spread="*", kernel="interleaved, cos before sin, this prefix", needs_rope=True,
         rounded=True,
     )  # fmt: skip
-    fused_axes = (4,)
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         return super().fused_turn(x, [t.squeeze(0) if t.ndim == 3 else t for t in angles])
-
-    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        shape = 1, x.shape[1] * x.shape[2], self.fused_head_dim()
-        yield {"position_embeddings": tuple(example(generator, *shape).detach() for _ in "cs")}
 
 
 def _few_positions(copy: Any) -> dict[str, Any]:
