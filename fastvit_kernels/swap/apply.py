@@ -181,11 +181,7 @@ class _Swap:
         return self.planned.get(module, type(module))
 
     def decide(self, name: str, module: nn.Module, left_out: str) -> None:
-        """By the table of its library, else by its structure.
-
-        Args:
-            left_out: by only= or skip=.
-        """
+        """By the table of its library, else by its structure, unless only= or skip= left it out."""
         above = self.modules[name.rpartition(".")[0]] if name else None
         if is_ours(module) or (is_ours(above) and not module._modules):
             return  # it reads the weight of its Conv2d itself

@@ -115,11 +115,8 @@ def _form(value: Any) -> str:
 
 
 def _run(module: nn.Module, compute: Callable[[], Any], call: Call, briefly: bool) -> Results:
-    """Outputs, gradients and the generator's state after a forward and backward.
-
-    Args:
-        briefly: no gradients of parameters.
-    """
+    """Outputs, gradients (briefly: of no parameters) and the generator's state after a forward and
+    backward."""
     with own_draws() as generator:
         result = compute()
         drawn = generator.get_state()

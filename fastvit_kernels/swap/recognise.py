@@ -96,10 +96,7 @@ def _mixin_with(roles: Any) -> Any:
 
 def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
     """The swapped class for a module that no table knows, None where none was proven; the search.
-
-    Args:
-        class_of: the class that a module has or is to have; the parts of `module` come first.
-    """
+    Its parts come first: `class_of` gives the class that each has or is to have."""
     search = Search(module, class_of)
     try:
         kind = search.kind()
@@ -149,11 +146,8 @@ class Search:
         return None if found.roles is None else found
 
     def first(self, candidates: Iterable[Any], former: Any = None, at_size: bool = True) -> Any:
-        """The first of these roles that is proven, else the `former`, which were.
-
-        Args:
-            at_size: at full size, too. Roles for more calls need none: the former were proven so.
-        """
+        """The first of these roles that is proven, else the `former`, which were: so roles for more
+        calls than theirs need no proof `at_size`."""
         begin, reason = time.process_time(), ""
         for roles in candidates:
             cls = recognised_class(type(self.module), roles)

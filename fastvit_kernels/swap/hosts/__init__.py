@@ -53,11 +53,8 @@ def takes_tokens(parent: type) -> bool:
 
 
 def swapped_class(cls: type, of_tokens: bool = False) -> type | None:
-    """The swapped subclass of a host class, made at the first call; None where no table has it.
-
-    Args:
-        of_tokens: for a child of a class that `takes_tokens`.
-    """
+    """The swapped subclass of a host class, made at the first call; None where no table has it. A
+    child of a class that `takes_tokens` is `of_tokens`."""
     name = HOST_FILES.get(cls.__module__.partition(".")[0])
     if name is None or hasattr(cls, "fused_host"):
         return None

@@ -712,8 +712,8 @@ FAULTS = [
     ),
     Fault(
         "host-sam-norm-hooks", "swap/hosts/attention.py", "Attention.fused_blocked",
-        "a hook on a norm of queries is missed", "fused_roles.through",
-        "fused_roles.through[::2]", only=(ANY_HOOK + "[biased sam_timm]",),
+        "a hook on a norm of queries gets others than the host's", "fused_roles.through",
+        "fused_roles.through[::2]", only=(BIASED + "test_sam_that_norms_queries_and_keys",),
     ),
     Fault(
         "host-sam-scores", "swap/hosts/attention.py", "Attention.fused_blocked",
@@ -796,9 +796,9 @@ FAULTS = [
         only=(MODES_FILE + "test_a_dropout_of_attention_in_another_mode",),
     ),
     Fault(
-        "host-packed-dropout", PACKED_FILE, "PackedAttention.fused_heads",
-        "packed attention drops nothing", "scale=self.scaling, dropout_p=dropout_p, cu_seqlens",
-        "scale=self.scaling, cu_seqlens",
+        "host-packed-dropout", "swap/hosts/attend.py", "attend_weights",
+        "packed attention drops nothing", "max_seqlen=packing.longest)",
+        "max_seqlen=packing.longest, dropout_p=0.0)",
         only=(MODES_FILE + "test_attention_drops_in_training_alone[packed qwen3_vl]",),
     ),
     Fault(

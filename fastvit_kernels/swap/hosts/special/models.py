@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,16 +34,14 @@ BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
 
 def is_watched_inside(*modules: nn.Module) -> bool:
     """Whether somebody sees what goes through one of these modules or a part of it."""
-    every = list(modules)
-    for module in every:  # grows as we go
-        own = module.__dict__
+    for module in chain.from_iterable(map(nn.Module.modules, modules)):
+        own = vars(module)
         hooks = (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values())
         homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
         if not all(home.startswith("torch.distributed.") for home in homes):
             return True  # those gather the shards of a module
         if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
             return True
-        every += [m for m in own["_modules"].values() if m is not None]
     return False
 
 

@@ -263,18 +263,13 @@ SWINV2 = (
 )  # fmt: skip
 
 
-def _other_sam(module: Any) -> str | None:
-    if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
-        return "it normalises queries and keys"
-    return None if getattr(module, "rope", None) is None else "it turns queries and keys"
-
-
 # Its tables are for windows of one size; the host interpolates them for others.
 SAM_ATTENTION = row(
-    Attention, reject=staticmethod(_other_sam), children=names("rope"),
+    Attention, children=names("rope"),
+    reject=staticmethod(lambda m: getattr(m, "rope", None) and "it turns queries and keys"),
     roles=ROLES._replace(
-        mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"),
-        through=("attn_drop", "q_norm", "k_norm"),
+        mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"), q_norm="q_norm",
+        k_norm="k_norm", through=("attn_drop", "q_norm", "k_norm"),
     ),
 )  # fmt: skip
 
