@@ -181,15 +181,11 @@ class _Swap:
         return self.planned.get(module, type(module))
 
     def decide(self, name: str, module: nn.Module, left_out: str) -> None:
-        """By the table of its library, else by its structure.
-
-        Args:
-            left_out: by only= or skip=.
-        """
+        """By the table of its library, else by its structure, unless only= or skip= left it out."""
         above = self.modules[name.rpartition(".")[0]] if name else None
         if is_ours(module) or (is_ours(above) and not module._modules):
             return  # it reads the weight of its Conv2d itself
-        cls: Any = hosts.swapped_class(type(module), type(above))  # None: no table has it
+        cls: Any = hosts.swapped_class(type(module), hosts.takes_tokens(type(above)))
         reason = "" if cls is None else refusal(module, cls)
         if left_out:
             if cls is not None and cls.fused_level != "epilogue":

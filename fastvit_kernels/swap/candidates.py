@@ -63,12 +63,8 @@ def _unknown(module: nn.Module, roles: Any) -> list[str]:
 def attention_roles(
     module: Any, seen: Observation, whole: bool = True
 ) -> Iterator[AttentionRoles] | None:
-    """Candidates, most likely first; None where the forward has no softmax.
-
-    Args:
-        whole: `module` has no other parts.
-    Raises: Refused where there is one, of something else.
-    """
+    """Candidates, most likely first; None where the forward has no softmax. `module` is the `whole`
+    attention, or has other parts. Raises: Refused where the softmax is of something else."""
     cores = [e for e in seen.events if e.function in (SDPA, *SOFTMAX)]
     if not cores:
         return None

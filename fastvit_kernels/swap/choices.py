@@ -279,12 +279,8 @@ def routes_of(way: Way, call: Call, here: Gpu, settled: Tuned) -> Iterator[Way]:
 
 
 def in_turns(ways: Sequence[Way], call: Call, end: float) -> None:
-    """Time each way; one that has no times has an outcome that says why.
-
-    Args:
-        ways: where the time does not suffice for all, the last have none.
-        end: no turn begins that would end after this time (time.monotonic).
-    """
+    """Time each way; one that has no times has an outcome that says why. No turn begins that would
+    end after `end`, by time.monotonic: where that does not suffice for all, the last have none."""
     timer = timer_of(device_of(call[:2]))
     if time.monotonic() < end:
         take_turns(ways, timer, flush=False, rounds=2)  # the first may compile

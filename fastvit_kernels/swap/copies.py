@@ -50,15 +50,6 @@ class Copier:
     tensors: dict[int, Tensor] = field(default_factory=dict)  # id of the original -> the copy's
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
-    def copy(self, original: nn.Module, host: bool = True, called: bool = False) -> Any:
-        """A copy that calls no hook, no global one either.
-
-        Args:
-            host: of the hosts' classes; else of those that the modules are to have.
-            called: nothing below it may be bypassed.
-        """
-        return self._module(original, host, called, {}, frozenset())
-
     def tensor(self, original: Tensor, of_parameters: bool) -> Tensor:
         if id(original) not in self.tensors:
             counts = original.dtype in (torch.int32, torch.int64)  # what it points at has no width
@@ -95,18 +86,21 @@ class Copier:
             return type(value)(self.setting(name, v, off) for v in value)
         return dict(value) if type(value) is dict else value
 
-    def _module(
-        self, original: nn.Module, host: bool, called: bool, seen: dict[int, nn.Module],
-        off: frozenset[str],
-    ) -> nn.Module:  # fmt: skip
-        """
+    def copy(
+        self, original: nn.Module, host: bool = True, called: bool = False,
+        seen: dict[int, Any] | None = None, off: frozenset[str] = frozenset(),
+    ) -> Any:  # fmt: skip
+        """A copy that calls no hook, no global one either.
+
         Args:
-            seen: the copies of this tree, by the original's id; empty for a root.
+            host: of the hosts' classes; else of those that the modules are to have.
+            called: nothing below it may be bypassed.
+            seen: the copies of this tree, by the original's id; of a child.
             off: probabilities that are 0 in the copy: settings or children, by dotted names.
         """
+        is_root, seen, planned = not seen, seen or {}, self.class_of(original)
         if id(original) in seen:
             return seen[id(original)]
-        is_root, planned = not seen, self.class_of(original)
         cls: Any = host_of(planned) if host or (called and not is_root) else planned
         if cls is nn.Linear and (called or not is_plain(original)):
             cls = CalledLinear
@@ -129,7 +123,7 @@ class Copier:
             if child is not None:
                 inner = {n[len(name) + 1 :] for n in off if n.startswith(f"{name}.")}
                 inner |= {"p"} if name in off else set()
-                child = self._module(child, host, called, seen, frozenset(inner))
+                child = self.copy(child, host, called, seen, frozenset(inner))
             made._modules[name] = child
         derived = getattr(planned, "fused_derived", None)
         if derived is not None:

@@ -24,8 +24,6 @@ from ..runtime.compat import QuietMode, schema_of
 _PYTHONS = random.random.__self__  # the generator of the process
 # They are marked as drawing, and draw nothing on a CPU: they take no dropout there.
 _IDLE = "aten::_scaled_dot_product_flash_attention_for_cpu"
-# Before torch 2.10 these take no generator; what fills an empty tensor does.
-_FILLS: dict[str, str] = {"rand_like": "uniform_", "randn_like": "normal_"}
 _named: dict[int, tuple[CodeType, bool]] = {}  # functions by their ids: whether numpy draws there
 
 
@@ -41,15 +39,9 @@ def _arguments(func: Any) -> list[str]:
 @cache
 def _with_generator(func: Any) -> Any:
     """The overload of an operator that takes a generator; None where there is none."""
-    own = _arguments(func)
-    packet = func.overloadpacket
-    for other in (func, *(getattr(packet, name) for name in packet.overloads())):
-        arguments = _arguments(other)
-        if "generator" in arguments and [n for n in arguments if n != "generator"] == [
-            n for n in own if n != "generator"
-        ]:
-            return other
-    return None
+    wanted, packet = {*_arguments(func), "generator"}, func.overloadpacket
+    every = (func, *(getattr(packet, name) for name in packet.overloads()))
+    return next((other for other in every if {*_arguments(other)} == wanted), None)
 
 
 class OwnDraws(QuietMode):
@@ -69,13 +61,9 @@ class OwnDraws(QuietMode):
             return func(*args, **kwargs)
         if kwargs.get("generator") not in (None, torch.default_generator):
             raise Foreign("it draws from a generator of its own")
-        taking, name = _with_generator(func), func.name().removeprefix("aten::").partition(".")[0]
-        if taking is not None:
-            return taking(*args, **{**kwargs, "generator": self.generator})
-        if name not in _FILLS:
-            raise Foreign(f"{name} draws from the generator of the process")
-        empty = torch.empty_like(*args, **kwargs)
-        return getattr(empty, _FILLS[name])(generator=self.generator)
+        if (taking := _with_generator(func)) is None:
+            raise Foreign(f"{func.overloadpacket.__name__} draws from the generator of the process")
+        return taking(*args, **{**kwargs, "generator": self.generator})
 
 
 @cache

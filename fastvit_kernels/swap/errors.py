@@ -24,11 +24,8 @@ class Call(NamedTuple):
 
 
 def copied(x: Any, dtype: torch.dtype | None = None) -> Any:
-    """Arguments whose tensors are of the call alone: a host may write into them.
-
-    Args:
-        dtype: what floating-point tensors are to have.
-    """
+    """Arguments whose tensors are of the call alone: a host may write into them. Floating-point
+    ones get the dtype."""
     if isinstance(x, Tensor):
         to = dtype if x.is_floating_point() else None
         return x.detach().to(to, copy=True).requires_grad_(x.requires_grad)
@@ -44,11 +41,7 @@ def device_of(values: Any) -> torch.device:
 
 def step(module: nn.Module, call: Call, seed: int | None = None) -> dict[str, Tensor]:
     """A call, with its backward where there is one: outputs and gradients by name, "dinput0" that
-    of the first argument.
-
-    Args:
-        seed: of a random upstream gradient; without one it is the outputs.
-    """
+    of the first argument. The upstream gradient is random with a seed, else the outputs."""
     given = list(leaves(call[:2], Tensor))
     device = device_of(given).type
     with (
@@ -73,11 +66,8 @@ def step(module: nn.Module, call: Call, seed: int | None = None) -> dict[str, Te
 def run_step(
     model: nn.Module, inputs: Any, seed: int, autocast: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`step` of a whole model, with a gradient of each floating-point input, after a seed.
-
-    Args:
-        inputs: a tensor of images, a tuple of arguments, or keyword arguments.
-    """
+    """`step` of a whole model, with a gradient of each floating-point input, after a seed. Inputs
+    are a tensor of images, a tuple of arguments, or keyword arguments."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     given: Any = (inputs if isinstance(inputs, tuple) else (inputs,)), {}
     given = ((), dict(inputs)) if isinstance(inputs, Mapping) else given

@@ -27,7 +27,7 @@ from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .draws import own_draws
 from .facts import ClassOf, Facts, host_of, is_recognised, leaves
-from .rates import TRIED, Asked, Rate, answers_hold, noted
+from .rates import TRIED, Asked, Rate, answers_hold
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
 TOLERANCE_FP32 = 2e-5  # where the host takes no float64
@@ -37,6 +37,7 @@ DTYPES = (torch.float64, torch.float32)  # a host may ask for a type of its own
 MOST = 512  # proofs of one class in a process; a class with more changes its settings all the time
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a forward
+Results = dict[str, Tensor | None]  # what a forward and its backward gave, by what it is
 
 TRUSTED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # copies, whose fused forwards just run
 ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those of them that a proof is about
@@ -76,7 +77,8 @@ def prove(
                 warnings.warn(f"swap_in: {reason}; in new ones its own forward runs", stacklevel=2)
             return reason
         asked: Asked = {}
-        rates = noted(facts.modules(module), facts.rates, asked)
+        ids = [*map(id, facts.modules(module))]
+        rates = {(ids[at], n): Rate.of(v, (at, n), asked) for (at, n), v in facts.rates.items()}
         try:
             _proofs[exact] = aside(lambda: _prove(module, facts, class_of, at_size, rates))
         except Exception as error:  # a proof never fails its caller
@@ -112,19 +114,14 @@ def _form(value: Any) -> str:
     return type(value).__name__
 
 
-def _run(
-    module: nn.Module, compute: Callable[[], Any], call: Call, briefly: bool = False
-) -> dict[str, Tensor | None]:
-    """Outputs, gradients and the generator's state after a forward and backward.
-
-    Args:
-        briefly: no gradients of parameters.
-    """
+def _run(module: nn.Module, compute: Callable[[], Any], call: Call, briefly: bool) -> Results:
+    """Outputs, gradients (briefly: of no parameters) and the generator's state after a forward and
+    backward."""
     with own_draws() as generator:
         result = compute()
         drawn = generator.get_state()
     outputs = list(leaves(result, Tensor))
-    found: dict[str, Tensor | None] = {f"output {i}": t for i, t in enumerate(outputs)}
+    found: Results = {f"output {i}": t for i, t in enumerate(outputs)}
     found[f"a result of the form {_form(result)}"] = None
     found["the state of the random generator"] = drawn
     inputs = {n: p for n, p in module.named_parameters() if p.requires_grad and not briefly}
@@ -141,9 +138,7 @@ def _run(
     return found
 
 
-def _difference(
-    wanted: dict[str, Tensor | None], got: dict[str, Tensor | None], tolerance: float
-) -> str | None:
+def _difference(wanted: Results, got: Results, tolerance: float) -> str | None:
     """What differs, and by how much; None where nothing does."""
     for name in got.keys() - wanted.keys():
         return f"there is {name}, which the host does not have"

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import nn
-
 Place = tuple[int, str]  # of a module among those of Facts, and its setting
 Asked = dict[Any, Any]  # what was asked of rates -> the answer
 # Numbers that a proof tries before others with the same answers need none: at 0.5 a probability is
@@ -65,16 +63,6 @@ for _name in (*_BINARY.split(), *(f"r{n}" for n in _BINARY.split()), *_OTHER.spl
     setattr(Rate, f"__{_name}__", _noting(f"__{_name}__"))
 for _name in ("is_integer", "as_integer_ratio", "hex"):
     setattr(Rate, _name, _noting(_name))
-
-
-def noted(
-    modules: list[nn.Module], rates: dict[Place, float], asked: Asked
-) -> dict[tuple[int, str], Rate]:
-    """The rates of a proof, by the id of the module and the setting."""
-    return {
-        (id(modules[place]), name): Rate.of(value, (place, name), asked)
-        for (place, name), value in rates.items()
-    }
 
 
 def answers_hold(asked: Asked, rates: dict[Place, float]) -> bool:

@@ -34,7 +34,7 @@ from .hosts.mlp import Mlp, MlpRoles
 from .hosts.roles import LinearRoles, MaskedLinear
 from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
 from .prove import aside, prove
-from .steps import block_roles
+from .steps import ResidualBlock
 
 BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them
 SECONDS = 5.0  # of CPU time, for the candidates of one configuration; the rest stay untried
@@ -96,10 +96,7 @@ def _mixin_with(roles: Any) -> Any:
 
 def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
     """The swapped class for a module that no table knows, None where none was proven; the search.
-
-    Args:
-        class_of: the class that a module has or is to have; the parts of `module` come first.
-    """
+    Its parts come first: `class_of` gives the class that each has or is to have."""
     search = Search(module, class_of)
     try:
         kind = search.kind()
@@ -149,11 +146,8 @@ class Search:
         return None if found.roles is None else found
 
     def first(self, candidates: Iterable[Any], former: Any = None, at_size: bool = True) -> Any:
-        """The first of these roles that is proven, else the `former`, which were.
-
-        Args:
-            at_size: at full size, too. Roles for more calls need none: the former were proven so.
-        """
+        """The first of these roles that is proven, else the `former`, which were: so roles for more
+        calls than theirs need no proof `at_size`."""
         begin, reason = time.process_time(), ""
         for roles in candidates:
             cls = recognised_class(type(self.module), roles)
@@ -312,7 +306,7 @@ class Search:
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
                     seen = observed(self.module, self.class_of, training, more)
-                    every = [*block_roles(self.module, self.class_of, seen)]
+                    every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
                 except Refused as refused:
                     why.append(refused)
                     continue

@@ -346,7 +346,8 @@ def _not_swapped(modules: dict[str, nn.Module]) -> dict[str, str]:
     found = {}
     for name, module in modules.items():
         above = modules[name.rpartition(".")[0]] if name else None
-        mixin: Any = None if is_ours(above) else hosts.swapped_class(type(module), type(above))
+        of_tokens = hosts.takes_tokens(type(above))
+        mixin: Any = None if is_ours(above) else hosts.swapped_class(type(module), of_tokens)
         if mixin is None or mixin.fused_level in ("epilogue", "model"):
             continue
         if (reason := refusal(module, mixin)) != "":

@@ -23,16 +23,9 @@ MOVES = ("view", "reshape", "permute", "transpose", "flatten", "unflatten", "con
 Branch = tuple[Step, list[Any]]
 
 
-def block_roles(module: nn.Module, class_of: ClassOf, seen: Observation) -> Iterator[BlockRoles]:
-    """The candidates of a residual block: its steps, with what its inline branches may be.
-
-    Raises: Refused where the forward does more than add branches and call parts.
-    """
-    return _Block(module, class_of, seen).candidates()
-
-
-class _Block:
-    """A run of a block that is taken apart into steps, from their ends."""
+class ResidualBlock:
+    """A run of a block that is taken apart into steps, from their ends. Its methods raise Refused
+    where the forward does more than add branches and call parts."""
 
     def __init__(self, module: nn.Module, class_of: ClassOf, seen: Observation):
         self.module, self.class_of = module, class_of
@@ -40,6 +33,7 @@ class _Block:
         self.taken: set[int] = set()  # outputs of events that a step has
 
     def candidates(self) -> Iterator[BlockRoles]:
+        """Its steps, with what its inline branches may be."""
         found = self.numbered(self.branches())
         for turn in range(max(len(inlined) or 1 for _, inlined in found)):
             steps = tuple(

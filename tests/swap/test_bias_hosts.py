@@ -226,6 +226,22 @@ def test_sam_that_forms_its_scores():
         torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
 
 
+def test_sam_that_norms_queries_and_keys():
+    """Its positions read the normed queries; a hook on a norm gets the host's."""
+    sam = pytest.importorskip("timm.models.vision_transformer_sam")
+    block = sam.Block(16, 2, qk_norm=True, use_rel_pos=True, window_size=2, input_size=(3, 3))
+    randomize(block)
+    swapped, shapes = copy.deepcopy(block.eval()), []
+    x = torch.randn(2, 3, 3, 16)
+    with backend("torch"):
+        assert swap_in(swapped).level == "block"
+        torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+        for m in (block, swapped):
+            m.attn.q_norm.register_forward_hook(lambda m, args, out: shapes.append(out.shape))
+        torch.testing.assert_close(swapped(x), block(x), rtol=1e-4, atol=1e-5)
+    assert len(shapes) == 2 and len({*shapes}) == 1
+
+
 def test_a_scale_of_cosines_stays_below_100():
     model, images = _built("swinv2_timm")
     with torch.no_grad():

@@ -13,6 +13,7 @@ from packed_towers import TOWERS, inputs, tower
 
 from fastvit_kernels import backend, swap_in
 from fastvit_kernels.swap.compare import model_errors
+from fastvit_kernels.swap.hosts import attend
 from fastvit_kernels.swap.hosts.special import packed
 from tests.model_coverage.compare import difference, randomize
 
@@ -41,13 +42,13 @@ def test_a_step_through_the_kernels(name):
 def calls(monkeypatch):
     """The cu_seqlens and max_seqlen of each fused attention; `block` stands before it."""
     taken = []
-    original = packed.rope_attention
+    original = attend.rope_attention
 
     def counted(*args, **kwargs):
         taken.append((kwargs["cu_seqlens"].tolist(), kwargs["max_seqlen"]))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(packed, "rope_attention", counted)
+    monkeypatch.setattr(attend, "rope_attention", counted)
     return taken
 
 

@@ -10,7 +10,7 @@ from numerics import DEVICE
 from torch import nn
 
 from fastvit_kernels import backend, swap_in
-from fastvit_kernels.swap.hosts import patch_conv
+from fastvit_kernels.swap.hosts import torch_nn
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _compared(host: nn.Module, shape: tuple[int, ...], name: str) -> None:
     x = torch.randn(shape, device=DEVICE, requires_grad=True)
     results = []
     for module in (swapped, host):
-        with patch.object(patch_conv, name, wraps=getattr(patch_conv, name)) as function:
+        with patch.object(torch_nn, name, wraps=getattr(torch_nn, name)) as function:
             out = module(x)
         assert function.call_count == (module is swapped)
         wanted = [x, *module.parameters()]

@@ -588,7 +588,7 @@ def test_a_proof_of_a_large_module_is_narrow(no_proofs, copied):
 
 def test_tensors_in_a_dict_are_compared():
     module, x = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), torch.ones(1, 2)
-    found = prove._run(module, lambda: {"y": module[0](x), "z": [module[1](x)]}, ((), {}))
+    found = prove._run(module, lambda: {"y": module[0](x), "z": [module[1](x)]}, ((), {}), False)
     assert {"output 0", "output 1"} <= found.keys()
     assert all(found[f"the gradient of {n}"] is not None for n, _ in module.named_parameters())
 

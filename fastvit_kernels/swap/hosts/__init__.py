@@ -52,21 +52,9 @@ def takes_tokens(parent: type) -> bool:
     }.get(parent.__module__.partition(".")[0], False)
 
 
-def swapped_class(cls: type, parent: type | None = None) -> type | None:
-    """The swapped subclass of a host class, made at the first call; None for an unknown class.
-
-    Args:
-        parent: the class of the module that it is a child of; a few mixins depend on it.
-    """
-    return by_table(cls, parent is not None and takes_tokens(parent))
-
-
-def by_table(cls: type, of_tokens: bool) -> type | None:
-    """The swapped subclass of exactly this class, None where no table has it.
-
-    Args:
-        of_tokens: for a child of a class that `takes_tokens`.
-    """
+def swapped_class(cls: type, of_tokens: bool = False) -> type | None:
+    """The swapped subclass of a host class, made at the first call; None where no table has it. A
+    child of a class that `takes_tokens` is `of_tokens`."""
     name = HOST_FILES.get(cls.__module__.partition(".")[0])
     if name is None or hasattr(cls, "fused_host"):
         return None
@@ -93,7 +81,7 @@ def _pickled(cls: Any) -> Any:
         return cls.__qualname__
     if cls.fused_searched:
         return cls.fused_remade, (host, cls.fused_roles)
-    return by_table, (host, cls is not by_table(host, of_tokens=False))
+    return swapped_class, (host, cls is not swapped_class(host))
 
 
 copyreg.pickle(SwappedType, _pickled)

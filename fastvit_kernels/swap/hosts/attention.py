@@ -70,6 +70,7 @@ class AttentionRoles(NamedTuple):
     head_dim: str = ""  # the setting with D, where `heads` says nothing
     gate: str = ""  # a Linear of x: what attention gives is multiplied by its sigmoid
     groups: str = ""  # the setting that says how many queries share a key
+    through: tuple[str, ...] = ()  # parts that are not called: a hook on one wants the host's calls
 
 
 def ways_of_rope() -> Iterator[str]:
@@ -123,6 +124,7 @@ class Attention(Body):
         if self.fused_raw() and not all(map(is_plain, self.fused_projections())):
             return "it reads the weights of Linears that are no plain ones, and calls none"
         apart = self.fused_apart() if self.fused_searched else None
+        apart = apart or fused.hooked(self, *self.fused_roles.through)
         return apart or super().fused_blocked()
 
     def fused_apart(self: Any) -> str | None:
@@ -162,7 +164,9 @@ class Attention(Body):
         return float(p) if p and self.training else 0.0
 
     def fused_scale(self: Any) -> float | None:
-        scale = self.fused_roles.scale
+        # timm's `fused_attn` leaves it to torch
+        by_torch = getattr(self, "fused_attn", False) and not self.fused_searched
+        scale = None if by_torch else self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
     def fused_weights(self: Any) -> list[tuple[Tensor, Tensor | None] | None]:
@@ -448,7 +452,7 @@ class Attention(Body):
 
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """What examples have besides x and a mask; the last of them goes with masks."""
-        roles, T = self.fused_roles, x.shape[1] - self.fused_prefix()
+        roles, T = self.fused_roles, x.shape[1:-1].numel() - self.fused_prefix()
         for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
             tables = [example(generator, tokens, self.fused_head_dim()) for _ in "sc"]
             yield {roles.rope: tuple(t.detach() for t in tables)}

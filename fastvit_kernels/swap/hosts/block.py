@@ -238,15 +238,13 @@ class Block(Fused):
             fixed = isinstance(body, Attention) and not isinstance(body.fused_roles.tokens, str)
             if fixed and tokens_of(body) not in ((), *shown):
                 return None
-            masks = self.fused_held(step, seen) if step.held else {}
-            if masks and body.fused_checked(seen, {**given, **masks}) is None:
-                return None
-            checked = body.fused_checked(seen, given)
+            held = self.fused_held(step, seen) if step.held else {}
+            checked = body.fused_checked(seen, given | held)
             if checked is None:
                 return None
             own = dict(step.context)
             extras = {n: v for n, v in extras.items() if n not in own.values()}
-            extras |= {own[n]: v for n, v in checked[1].items()}
+            extras |= {own[n]: v for n, v in checked[1].items() if n in own}
         return x, extras
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -278,8 +276,7 @@ class Block(Fused):
         if (packing := extras.get("packing")) is not None:  # what each size is given
             every = [(n, tuple(g.get(own) for g in packing.given)) for n, own in step.context]
             return {"packing": packing, **dict(every)}
-        size = part(self, step.window)
-        if size:
+        if size := part(self, step.window):
             context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
         if step.output == 1 and self.fused_own is not None:
             context |= self.fused_own(x, extras)

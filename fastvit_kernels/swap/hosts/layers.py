@@ -56,9 +56,7 @@ def attention_row(projections: str, out: str, **roles: Any) -> Any:
 # Images or texts are padded to one length: SigLIP's, AIMv2's; CLIP's texts are causal besides.
 _PADDED = dict(scale="scale", dropout="dropout", mask="attention_mask", masks=PADDED)
 PADDED_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", **_PADDED)
-CLIP_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "out_proj", **_PADDED, causal="is_causal"
-)  # fmt: skip
+CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", **_PADDED, causal="is_causal")
 # InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
 INTERN_ATTENTION = attention_row(
     "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",

@@ -48,7 +48,6 @@ class SwinBlock(Block):
     """x (B, *grid, C), and the mask of the shift (windows, N, N)."""
 
     fused_extra_kwargs = ("mask_matrix",)
-    fused_axes = (4, 5)
     fused_first_rebuilds, fused_alike = False, True
     fused_derived = staticmethod(_few_positions)
 

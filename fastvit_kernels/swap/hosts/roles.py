@@ -84,6 +84,4 @@ def weight_and_bias(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """What a Linear multiplies by and adds; None where it has to be called."""
     if is_plain(module):
         return module.weight, module.bias
-    return (
-        module.fused_weights() if isinstance(module, MaskedLinear) and can_inline(module) else None
-    )
+    return module.fused_weights() if is_ours(module) else None

@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...ops.linear.functions import linear
-from ...runtime.plain import is_raw
+from ...ops.patch_embed.functions import patch_embed
+from ...runtime.plain import is_hooked, is_raw
 from ..activations import activation_name
+from ..facts import leaves
 from . import fused
 from .attend import attend_qkv, attend_weights
 from .attention import AttentionRoles
 from .block import Block, BlockRoles, Step, pre_norm
-from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, is_dense, names
+from .fused import NOTHING, Epilogue, Fused, Given, bound, can_inline, is_dense
 from .masks import as_read, example_of_mask, fits
 from .mlp import MlpRoles, SequentialMlp
-from .patch_conv import PatchConv
 
 
 class MultiheadAttention(Fused):
@@ -138,9 +139,7 @@ class TransformerEncoderLayer(Block):
     def fused_roles(self: Any) -> BlockRoles:  # type: ignore[override]
         return _BEFORE if self.norm_first else _BEHIND
 
-    fused_children = names(
-        "self_attn linear1 dropout linear2 norm1 norm2 dropout1 dropout2 activation"
-    )
+    fused_children = frozenset(leaves(_BEFORE, str))
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -156,6 +155,56 @@ class TransformerEncoderLayer(Block):
             if not can_inline(getattr(self, name)):
                 return f"{name} keeps its own forward"
         return None if activation_name(self.activation) else "no kernel for its activation"
+
+
+class PatchConv(Fused):
+    """A Conv2d whose kernel is its stride, on images: (B, in, height, width) -> (B, C, h, w); or a
+    Conv3d on videos: (B, in, frames, height, width) -> (B, C, t, h, w)."""
+
+    fused_level = "patch_embed"
+
+    @classmethod
+    def fused_reject(cls, module: Any) -> str | None:
+        if tuple(module.kernel_size) != tuple(module.stride) or module.in_channels > 4:
+            return ""  # some other convolution
+        if (module.padding != "valid" and any(module.padding)) or module.groups != 1:
+            return "a patch embedding with padding or groups"
+        return None if set(module.dilation) == {1} else "a dilated patch embedding"
+
+    def fused_blocked(self) -> str | None:
+        return self.fused_reject(self)  # read while tracing, so that compilers guard on it
+
+    def fused_takes(self: Any, x: Tensor) -> bool:
+        fits = x.ndim == self.weight.ndim and x.shape[1] == self.in_channels
+        return fits and all(n % p == 0 for n, p in zip(x.shape[2:], self.kernel_size, strict=True))
+
+    def fused_shapes(self: Any) -> list[tuple[int, ...]]:
+        C, (*frames, p, q) = self.in_channels, self.kernel_size
+        return [(2, C, *(2 * t for t in frames), 2 * p, 3 * q), (1, C, *frames, p, q)]
+
+    def fused_grid(self: Any, images: Tensor) -> Tensor:
+        """The op writes (B, h*w, C): the result is a view of that. Videos of one patch each, as
+        Qwen-VL's processor makes them, are the rows of a Linear."""
+        if images.ndim == 5 and tuple(images.shape[2:]) == tuple(self.kernel_size):
+            rows = linear(images.flatten(1), self.weight.flatten(1), self.bias)
+            return rows[:, :, None, None, None]
+        tokens = patch_embed(images, self.weight, self.bias)
+        grid = (n // p for n, p in zip(images.shape[2:], self.kernel_size, strict=True))
+        return tokens.transpose(1, 2).unflatten(2, tuple(grid))
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        return self.fused_grid(x).contiguous()  # as the host's, for view()
+
+
+class PatchConvOfTokens(PatchConv):
+    """PatchConv in a class that takes flatten(2).transpose(1, 2) of it: that costs nothing."""
+
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
+        grid = self.fused_grid(x)
+        return grid.contiguous() if is_hooked(self) else grid
+
+
+PatchConv.fused_of_tokens = PatchConvOfTokens
 
 
 TABLE: dict[str, Any] = {

@@ -42,17 +42,15 @@ BIASED = "swap/test_bias_hosts.py::"
 FAULTS = [
     Fault(
         "packed-one-sequence", PACKED_FILE, "PackedAttention.fused_heads",
-        "windows and images are one sequence",
-        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
-        "cu_seqlens=cu_seqlens[:: len(cu_seqlens) - 1],\n                max_seqlen=len(x),",
+        "windows and images are one sequence", 'extras["cu_seqlens"], extras["max_seqlen"]',
+        'extras["cu_seqlens"][:: len(extras["cu_seqlens"]) - 1], len(x)',
         only=PACKED_BLOCK,
     ),
     Fault(
         "packed-shifted", PACKED_FILE, "PackedAttention.fused_heads",
         "all sequences but the first begin a token late",
-        "cu_seqlens=cu_seqlens,\n                max_seqlen=max_seqlen,",
-        "cu_seqlens=(cu_seqlens + (cu_seqlens > 0)).clamp(max=len(x)),\n"
-        "                max_seqlen=len(x),",
+        'extras["cu_seqlens"], extras["max_seqlen"]',
+        '(extras["cu_seqlens"] + (extras["cu_seqlens"] > 0)).clamp(max=len(x)), len(x)',
         only=PACKED_BLOCK,
     ),
     Fault(
@@ -233,7 +231,7 @@ FAULTS = [
         "if False",
     ),
     Fault(
-        "patch-drop-kept", "swap/hosts/special/models.py", "fused_tokens",
+        "patch-drop-kept", "swap/hosts/special/models.py", "VisionTransformer.fused_forward",
         "each image keeps the patches of another", "keep=keep", "keep=keep.roll(1, 0)",
     ),
     Fault(
@@ -410,7 +408,7 @@ FAULTS = [
         "raise Foreign(f", "return func(*args, **kwargs) or (f", only=FOLLOW,
     ),
     Fault(
-        "proof-calls-hooks", "swap/copies.py", "Copier._module", "copies call global hooks",
+        "proof-calls-hooks", "swap/copies.py", "Copier.copy", "copies call global hooks",
         "made.__dict__[CALL] = _forward_of(made)", "", only=HOOKS,
     ),
     Fault(
@@ -733,20 +731,19 @@ FAULTS = [
         only=(ANY_HOOK + "[timm things]",),
     ),
     Fault(
-        "host-softmax-hooks", "swap/hosts/special/windows.py", "_softmax_watched",
-        "a hook on Swin's softmax is missed",
-        "is_hooked(self.attn_drop) or is_hooked(self.softmax)", "is_hooked(self.attn_drop)",
+        "host-softmax-hooks", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on Swin's softmax is missed", "fused_roles.through", "fused_roles.through[:1]",
         only=(ANY_HOOK + "[biased swin_timm]",),
     ),
     Fault(
-        "host-sam-norm-hooks", "swap/hosts/special/windows.py", "",
-        "a hook on a norm of queries is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
-        'hooked(self, "attn_drop", "k_norm")', only=(ANY_HOOK + "[biased sam_timm]",),
+        "host-sam-norm-hooks", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on a norm of queries gets others than the host's", "fused_roles.through",
+        "fused_roles.through[::2]", only=(BIASED + "test_sam_that_norms_queries_and_keys",),
     ),
     Fault(
-        "host-sam-scores", "swap/hosts/special/windows.py", "",
-        "a hook on SAM's probabilities is missed", 'hooked(self, "attn_drop", "q_norm", "k_norm")',
-        'hooked(self, "q_norm", "k_norm")', only=(BIASED + "test_sam_that_forms_its_scores",),
+        "host-sam-scores", "swap/hosts/attention.py", "Attention.fused_blocked",
+        "a hook on SAM's probabilities is missed", "fused_roles.through",
+        "fused_roles.through[1:]", only=(BIASED + "test_sam_that_forms_its_scores",),
     ),
     Fault(
         "held-mask-lost", "swap/hosts/block.py", "Block.fused_held",
@@ -824,9 +821,9 @@ FAULTS = [
         only=(MODES_FILE + "test_a_dropout_of_attention_in_another_mode",),
     ),
     Fault(
-        "host-packed-dropout", PACKED_FILE, "PackedAttention.fused_heads",
-        "packed attention drops nothing", "scale=self.scaling, dropout_p=dropout_p, cu_seqlens",
-        "scale=self.scaling, cu_seqlens",
+        "host-packed-dropout", "swap/hosts/attend.py", "attend_weights",
+        "packed attention drops nothing", "max_seqlen=packing.longest)",
+        "max_seqlen=packing.longest, dropout_p=0.0)",
         only=(MODES_FILE + "test_attention_drops_in_training_alone[packed qwen3_vl]",),
     ),
     Fault(
@@ -848,7 +845,7 @@ FAULTS = [
     ),
     Fault(
         "block-mask-checked", "swap/hosts/block.py", "Block.fused_checked",
-        "a mask is handed on unchecked", "checked = body.fused_checked(seen, given)",
+        "a mask is handed on unchecked", "checked = body.fused_checked(seen, given | held)",
         "checked = (seen, given)", only=("swap/test_padded_hosts.py", "swap/test_packed_hosts.py"),
     ),
     Fault(
@@ -989,7 +986,7 @@ FAULTS = [
     ),
     Fault(
         "host-unpickled", "swap/hosts/__init__.py", "_pickled", "a pickle finds no class",
-        "return by_table, (host", "return type(None), (host",
+        "return swapped_class, (host", "return type(None), (host",
         only=("swap/test_swap.py::test_swapped_blocks_unpickle_in_a_new_process",),
     ),
     *(

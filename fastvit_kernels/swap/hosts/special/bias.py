@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention import Attention, AttentionRoles
 from ..block import Block
-from ..fused import Fused, Given, example, hooked, names, width_of
+from ..fused import Fused, Given, example, names, width_of
 from ..layers import BEIT_ATTENTION, DROP_PATH, MLP, layer
 from ..mlp import MlpRoles
 
@@ -59,6 +59,7 @@ class Data2VecAttention(OwnBias, Attention):
     fused_roles = AttentionRoles(
         ("attention.query", "attention.key", "attention.value"), out="output.dense",
         after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
+        through=("attention", "output"),
     )  # fmt: skip
     fused_extra_kwargs = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
@@ -69,9 +70,6 @@ class Data2VecAttention(OwnBias, Attention):
         known = {"query", "key", "value", "dropout", "relative_position_bias"}
         unknown = sorted(set(module.attention._modules) - known)
         return f"it has a part that we do not know: {', '.join(unknown)}" if unknown else None
-
-    def fused_blocked(self: Any) -> str | None:
-        return hooked(self, "attention", "output")
 
     def fused_table(self: Any) -> tuple[Any, int]:
         inner = self.attention
@@ -113,6 +111,4 @@ DATA2VEC: dict[str, Any] = {
     _DATA2VEC + "Attention": Data2VecAttention,
     _DATA2VEC + "DropPath": DROP_PATH,
 }
-BEIT = (
-    ("Layer", BEIT_LAYER), ("Attention", BEIT_ATTENTION), ("MLP", MLP), ("DropPath", DROP_PATH)
-)  # fmt: skip
+BEIT = (("Layer", BEIT_LAYER), ("Attention", BEIT_ATTENTION), ("MLP", MLP), ("DropPath", DROP_PATH))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,33 +27,26 @@ from ....ops.patch_embed.functions import patch_embed
 from ....runtime.plain import is_hooked
 from ...facts import is_recognised
 from ..fused import Fused, Given, Unfused, bound, can_inline, example, is_dense, is_noop, names, row
-from ..patch_conv import PatchConv
+from ..torch_nn import PatchConv
 
 BY_KEYS = "by keys"  # in the place of a mask: what asks for ours
 
 
-class Model(Fused):
-    """A model whose forward hands its parts something else than the host's does."""
-
-    fused_level = "model"
-
-
 def is_watched_inside(*modules: nn.Module) -> bool:
     """Whether somebody sees what goes through one of these modules or a part of it."""
-    every = list(modules)
-    for module in every:  # grows as we go
-        own = module.__dict__
+    for module in chain.from_iterable(map(nn.Module.modules, modules)):
+        own = vars(module)
         hooks = (*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values())
         homes = [str(getattr(hook, "__module__", "")) for hook in hooks]
         if not all(home.startswith("torch.distributed.") for home in homes):
             return True  # those gather the shards of a module
         if own["_backward_hooks"] or own["_backward_pre_hooks"] or "forward" in own:
             return True
-        every += [m for m in own["_modules"].values() if m is not None]
     return False
 
 
-class NaFlexVit(Model):
+class NaFlexVit(Fused):
+    fused_level = "model"
     fused_extra_kwargs = ("patch_coord", "patch_valid")
 
     @classmethod
@@ -105,8 +99,8 @@ class NaFlexVit(Model):
         return found
 
 
-class VisionTransformer(Model):
-    fused_axes = (4,)
+class VisionTransformer(Fused):
+    fused_level = "model"
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -132,21 +126,18 @@ class VisionTransformer(Model):
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
         return [(2, self.patch_embed.proj.in_channels, *self.patch_embed.img_size)]
 
-    def fused_tokens(self: Any, images: Tensor) -> Tensor:
-        """Prefix and kept patches with their positions, (B, n + K, C)"""
+    def fused_forward(self: Any, x: Tensor) -> Tensor:
         proj, drop = self.patch_embed.proj, self.patch_drop
-        grid = (n // p for n, p in zip(images.shape[2:], proj.kernel_size, strict=True))
-        keep = draw_kept(len(images), math.prod(grid), drop.prob, images.device)
+        grid = (n // p for n, p in zip(x.shape[2:], proj.kernel_size, strict=True))
+        keep = draw_kept(len(x), math.prod(grid), drop.prob, x.device)
         keep = keep.sort(dim=-1)[0] if drop.ordered else keep
         tokens = (self.cls_token, getattr(self, "reg_token", None))
         prefix = [t for t in tokens if t is not None]
-        return patch_embed(
-            images, proj.weight, proj.bias, prefix_tokens=torch.cat(prefix, 1) if prefix else None,
+        x = patch_embed(
+            x, proj.weight, proj.bias, prefix_tokens=torch.cat(prefix, 1) if prefix else None,
             pos_embed=self.pos_embed, keep=keep,
         )  # fmt: skip
-
-    def fused_forward(self: Any, x: Tensor) -> Tensor:
-        x = self.norm_pre(self.fused_tokens(x))
+        x = self.norm_pre(x)
         if self.grad_checkpointing:
             x = vars(sys.modules[self.fused_host.__module__])["checkpoint_seq"](self.blocks, x)
         else:
@@ -189,9 +180,7 @@ class MaeEmbeddings(Fused):
         keeps = int(patches.num_patches * (1 - self.config.mask_ratio)) > 0
         return (x, extras) if known and fits and keeps and x.is_floating_point() else None
 
-    def fused_forward(
-        self: Any, x: Tensor, noise: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def fused_forward(self: Any, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
         projection = self.patch_embeddings.projection
         places = torch.arange(self.patch_embeddings.num_patches, device=x.device)
         places = places.expand(x.shape[0], -1).unsqueeze(-1)

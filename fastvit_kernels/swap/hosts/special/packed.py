@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ....ops.attention.rotary import rope_attention
-from ....ops.attention.varlen import varlen_attention
-from ....ops.rope import rope
-from ....runtime.plain import is_plain, is_raw
+from ....runtime.plain import is_raw
 from ...plans import Run
-from ..attend import packable, turn_of
-from ..fused import NOTHING, Given, Place, example, names, normed, project, width_of
+from ..attend import Turn, packable, turn_of
+from ..fused import NOTHING, Given, Place, example, names, normed, width_of
 from ..layers import SWIGLU, Attention, layer
 from ..mlp import Mlp, plain_mlp
 from ..read_once import is_readable, read_once
@@ -40,6 +37,13 @@ def longest(cu_seqlens: Tensor, total: int) -> int | None:
         return total
     first, end, least, most = read_once(cu_seqlens, _lengths)
     return max(most, 1) if first == 0 and end == total and least >= 0 else None
+
+
+class Sequences(NamedTuple):
+    """Of a packing, what attention reads."""
+
+    cu_seqlens: Tensor
+    longest: int
 
 
 class PackedAttention(Attention):
@@ -82,24 +86,11 @@ class PackedAttention(Attention):
         fits = known and most > 0 and packable(D, self.fused_dropout_p())
         return (x, {**extras, "max_seqlen": most}) if fits else None
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor],
-        max_seqlen: int,
-    ) -> Tensor:  # fmt: skip
+    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
         """(total, C) -> (total, H, D)"""
-        (cos, sin), dropout_p = position_embeddings, self.fused_dropout_p()
-        if is_plain(self.qkv):
-            return rope_attention(
-                x.unsqueeze(0), self.qkv.weight, self.qkv.bias, num_heads=self.num_heads, cos=cos,
-                sin=sin, scale=self.scaling, dropout_p=dropout_p, cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-            ).squeeze(0)  # fmt: skip
-        q, k, v = project(self.qkv, x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        q, k = (t.squeeze(0) for t in rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin))
-        qkv = torch.stack((q, k, v), 1)
-        return varlen_attention(
-            qkv, cu_seqlens, max_seqlen, scale=self.scaling, dropout_p=dropout_p
-        )
+        turn = Turn(*extras["position_embeddings"])
+        packing = Sequences(extras["cu_seqlens"], extras["max_seqlen"])
+        return self.fused_attend(x.unsqueeze(0), turn=turn, packing=packing).squeeze(0)
 
 
 PACKED_LAYER = layer(

@@ -46,10 +46,8 @@ class VJepaAttention(Attention):
         most = self.grid_depth * self.grid_size**2
         yield {"position_mask": torch.randint(most, x.shape[:2], generator=generator)}
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, position_mask: Tensor | None = None
-    ) -> Tensor:
-        if position_mask is None:
+    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        if (position_mask := extras.get("position_mask")) is None:
             position_mask = torch.arange(x.shape[1], device=x.device)
         frame, place = position_mask // self.grid_size**2, position_mask % self.grid_size**2
         axes = torch.stack((frame, place // self.grid_size, place % self.grid_size), -1)
@@ -122,14 +120,12 @@ class GemmaAttention(Clipped, Attention):
         turn = turn_of(extras.get("position_embeddings"), (B, 1, T, D))
         return (x, extras) if turn is not None and turn.cos.shape == (B, T, D) else None
 
-    def fused_heads(  # type: ignore[override]
-        self: Any, x: Tensor, position_embeddings: Any, attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        D, norms = self.head_dim, self.fused_norms()
+    def fused_heads(self: Any, x: Tensor, **extras: Any) -> Tensor:
+        tables, places = extras["position_embeddings"], extras["position_ids"]
+        D, norms, mask = self.head_dim, self.fused_norms(), by_keys(extras.get("attention_mask"))
         q, k, v = self.fused_projections()
         if norms is not None and is_plain(q) and is_plain(k):
-            cos, sin = (_by_pairs(t, 2, D) for t in position_embeddings)
+            cos, sin = (_by_pairs(t, 2, D) for t in tables)
             weights = [None if w is None else _by_pairs(w, 0, D) for w in norms[1:5]]
             both = linear(x, torch.cat([_by_pairs(m.weight, 0, D) for m in (q, k)]))
             q, k = both.unflatten(-1, (2, -1, D)).transpose(1, 3).unbind(2)
@@ -139,11 +135,10 @@ class GemmaAttention(Clipped, Attention):
             rotate = sys.modules[self.fused_host.__module__].apply_multidimensional_rope
             both = (q, self.q_norm), (k, self.k_norm)
             heads = [norm(project(m, x).unflatten(-1, (-1, D))) for m, norm in both]
-            q, k = (rotate(t, *position_embeddings, position_ids).transpose(1, 2) for t in heads)
+            q, k = (rotate(t, *tables, places).transpose(1, 2) for t in heads)
         v, _ = fused.normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
-            q, k, v.transpose(1, 2), mask=by_keys(attention_mask),
-            dropout_p=self.fused_dropout_p(), scale=self.scaling,
+            q, k, v.transpose(1, 2), mask=mask, dropout_p=self.fused_dropout_p(), scale=self.scaling
         )  # fmt: skip
 
 

@@ -39,25 +39,12 @@ def _area(copy: Any) -> dict[str, int]:
 
 ROLES = AttentionRoles(
     ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop", mask="mask",
-    masks=SHIFTED,
+    masks=SHIFTED, scale="scale", through=("attn_drop", "softmax"),
 )  # fmt: skip
-
-
-def _softmax_watched(self: Any) -> str | None:
-    if is_hooked(self.attn_drop) or is_hooked(self.softmax):
-        return "its probabilities are hooked"
-    return None if type(self.softmax) is nn.Softmax else "its softmax was replaced"
-
-
-def _scale(self: Any) -> float | None:
-    return None if getattr(self, "fused_attn", False) else self.scale
-
-
 # timm's, on windows (B windows, N, C). It forms the scores by default: `fused_attn` says nothing.
 WINDOW_ATTENTION = row(
-    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias, scale=_scale,
-    children=names("relative_position_bias_table softmax"), blocked=_softmax_watched,
-    derived=staticmethod(_area),
+    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias,
+    children=names("relative_position_bias_table"), derived=staticmethod(_area),
 )  # fmt: skip
 
 
@@ -68,8 +55,7 @@ class Cosine(Attention):
     fused_roles = ROLES._replace(
         scale=1.0, raw=True, biases=(("q_bias", "k_bias", "v_bias"),), tokens="window_size"
     )
-    fused_children = names("cpb_mlp logit_scale softmax")
-    fused_blocked = _softmax_watched
+    fused_children = names("cpb_mlp logit_scale")
 
     @classmethod
     def fused_reject(cls, module: Any) -> str | None:
@@ -142,7 +128,7 @@ class OwnWindows(Attention):
 class ShiftedWindowAttention(OwnWindows):
     """torchvision's: x is (B, height, width, C); it reads its Linears' weights, and calls none."""
 
-    fused_roles = ROLES._replace(after="", dropout="attention_dropout")
+    fused_roles = ROLES._replace(after="", dropout="attention_dropout", scale=None, through=())
     fused_children = names("relative_position_bias_table")
     fused_axes = (4,)
 
@@ -252,12 +238,8 @@ class HfCosine(Cosine):
         ("self.query", "self.key", "self.value"), out="output.dense", scale=1.0,
         head_dim="self.attention_head_size", dropout="self.dropout", after="output.dropout",
         mask="attention_mask", masks=SHIFTED, tokens="self.window_size",
-        result=(1, 0),
+        result=(1, 0), through=("self", "self.dropout", "output"),
     )  # fmt: skip
-
-    def fused_blocked(self: Any) -> str | None:
-        watched = fused.hooked(self, "self", "self.dropout", "output")
-        return watched or Attention.fused_blocked(self)
 
     def fused_positions(self: Any) -> tuple[Any, Any]:
         return self.self, self.self.continuous_position_bias_mlp
@@ -280,17 +262,14 @@ SWINV2 = (
 )  # fmt: skip
 
 
-def _other_sam(module: Any) -> str | None:
-    if not (type(module.q_norm) is type(module.k_norm) is nn.Identity):
-        return "it normalises queries and keys"
-    return None if getattr(module, "rope", None) is None else "it turns queries and keys"
-
-
 # Its tables are for windows of one size; the host interpolates them for others.
 SAM_ATTENTION = row(
-    Attention, roles=ROLES._replace(mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w")),
-    children=names("q_norm k_norm rope"), axes=(4,), reject=staticmethod(_other_sam), scale=_scale,
-    blocked=lambda self: fused.hooked(self, "attn_drop", "q_norm", "k_norm"),
+    Attention, children=names("rope"),
+    reject=staticmethod(lambda m: getattr(m, "rope", None) and "it turns queries and keys"),
+    roles=ROLES._replace(
+        mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"), q_norm="q_norm",
+        k_norm="k_norm", through=("attn_drop", "q_norm", "k_norm"),
+    ),
 )  # fmt: skip
 
 
@@ -310,8 +289,7 @@ class MaskUnitAttention(OwnWindows):
     """Of timm's Hiera and transformers': within each mask unit, or over all tokens. The row of them
     has the first tokens of all units, then the second ones."""
 
-    fused_roles = AttentionRoles(("qkv",), "heads", "proj")
-    fused_scale = _scale
+    fused_roles = AttentionRoles(("qkv",), "heads", "proj", scale="scale")
     fused_reject: Any = staticmethod(_pools)
 
     def fused_takes(self: Any, x: Tensor) -> bool:
@@ -352,7 +330,9 @@ HIERA = (
         result=(2, 0), reject=staticmethod(_pools),
     )),
     ("MaskUnitAttention", row(
-        MaskUnitAttention, roles=AttentionRoles(("qkv",), "num_heads", "proj", result=(2, 0))
+        MaskUnitAttention, roles=AttentionRoles(
+            ("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)
+        ),
     )),
     ("Mlp", MLP),
     ("DropPath", DROP_PATH),
@@ -364,7 +344,7 @@ SAM2 = (
         axes=(4,), first_skips=False, reject=staticmethod(_pools),
     )),
     ("MultiScaleAttention", row(
-        HfAttention, axes=(4,), reject=staticmethod(_pools), roles=AttentionRoles(
+        HfAttention, reject=staticmethod(_pools), roles=AttentionRoles(
             ("qkv",), "num_attention_heads", "proj", scale="scale", grid=True
         ),
     )),
@@ -379,14 +359,9 @@ class Sam3Attention(HfAttention):
         spread="*", kernel="interleaved, cos before sin, this prefix", needs_rope=True,
         rounded=True,
     )  # fmt: skip
-    fused_axes = (4,)
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         return super().fused_turn(x, [t.squeeze(0) if t.ndim == 3 else t for t in angles])
-
-    def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        shape = 1, x.shape[1] * x.shape[2], self.fused_head_dim()
-        yield {"position_embeddings": tuple(example(generator, *shape).detach() for _ in "cs")}
 
 
 def _few_positions(copy: Any) -> dict[str, Any]:
