@@ -3,7 +3,8 @@ swapped models, beside their hosts.
 
 The tensors are so small that computing takes next to nothing. With a GPU, calls are enqueued and
 not waited for. Without one everything but the launch itself still runs: checks, autograd.Function,
-operator dispatch, allocation; `JITFunction.run` is replaced by nothing ("ours, no launch"). The
+operator dispatch, allocation; `JITFunction.run` is replaced by nothing ("ours, no launch"). "Ours,
+on a CPU" is what runs there: PyTorch's path of an op, the host's forward of a swapped model. The
 clock is the processor's time, which other processes do not stretch. What a kernel should have
 written is left over memory: numbers too small for fp32's exponent would slow the products that read
 them several times over, so they count as zeros.
@@ -36,7 +37,7 @@ from fastvit_kernels.verify.op import Draw, Example, Op, Sizes
 
 OP = "host"
 MODES = ("fwd", "both")
-OURS, NO_LAUNCH, TORCH_PATH = "ours", "ours, no launch", "ours, PyTorch path"
+OURS, NO_LAUNCH, ON_CPU = "ours", "ours, no launch", "ours, on a CPU"
 SIZES = Sizes(B=1, T=4, C=64, H=2, F=128, img_size=(16, 16), patch_size=8)
 ROUNDS, CALLS = 35, 20  # short rounds: most of them run without another process in between
 
@@ -118,8 +119,8 @@ def ways(device: torch.device) -> dict[str, Callable[[], Any]]:
     if device.type == "cuda":
         return {**found, OURS: lambda: fk.backend("triton")}
     if HAS_TRITON and not INTERPRETED:
-        found[NO_LAUNCH] = without_launches
-    return {**found, TORCH_PATH: lambda: fk.backend("torch")}
+        return {**found, NO_LAUNCH: without_launches, ON_CPU: ExitStack}
+    return {**found, ON_CPU: lambda: fk.backend("torch")}
 
 
 def call_of(case: Case, provider: str, mode: str) -> Callable[[], Any]:

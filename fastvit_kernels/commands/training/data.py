@@ -105,7 +105,7 @@ def fit(image: Any, img_size: int | None) -> Tensor:
     """A pillow image as uint8 (channels, height, width): as it is, or cropped to a square about its
     centre and resized bicubically."""
     numpy = require("numpy", "numpy")
-    if img_size is not None:
+    if img_size is not None and image.size != (img_size, img_size):
         bicubic = require("PIL.Image", "pillow").Resampling.BICUBIC
         image = require("PIL.ImageOps", "pillow").fit(image, (img_size, img_size), bicubic)
     pixels = torch.from_numpy(numpy.array(image))
