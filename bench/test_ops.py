@@ -17,7 +17,7 @@ from bench.plan import shape_of
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-PROVIDERS = ("eager", host.OURS) if HAS_GPU else ("eager", host.NO_LAUNCH, host.TORCH_PATH)
+PROVIDERS = ("eager", host.OURS) if HAS_GPU else ("eager", host.NO_LAUNCH, host.ON_CPU)
 
 
 @pytest.mark.parametrize("mode", host.MODES)

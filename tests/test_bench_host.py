@@ -103,7 +103,7 @@ def test_a_side_calls_its_own_function():
     case = host.Case(
         {"x": torch.ones(2)}, lambda x: called.append("ours"), lambda x: called.append("torch")
     )
-    for provider in (BASELINE, host.OURS, host.NO_LAUNCH, host.TORCH_PATH):
+    for provider in (BASELINE, host.OURS, host.NO_LAUNCH, host.ON_CPU):
         host.call_of(case, provider, "fwd")()
     assert called == ["torch", "ours", "ours", "ours"]
 

@@ -125,7 +125,7 @@ class Attention(Body):
             return "it reads the weights of Linears that are no plain ones, and calls none"
         apart = self.fused_apart() if self.fused_searched else None
         apart = apart or fused.hooked(self, *self.fused_roles.through)
-        return apart or super().fused_blocked()
+        return apart or Body.fused_blocked(self)
 
     def fused_apart(self: Any) -> str | None:
         """A host that calls its dropout follows the dropout's mode, one that reads its p its own

@@ -19,7 +19,7 @@ from ..plans import Run
 from . import fused
 from .attention import Attention, Calls, tokens_of
 from .branch import Branch, Step
-from .fused import Fused, Place, can_inline, example, part, row, width_of
+from .fused import Fused, Inline, Place, can_inline, example, part, row, width_of
 from .grids import Windows
 from .mlp import Mlp, MlpRoles
 from .roles import as_result
@@ -133,7 +133,7 @@ class Block(Fused):
 
     def fused_idle(self, args: tuple[Any, ...]) -> bool:
         as_host = self.fused_memory == "default" and self.fused_drop_path == "mask"
-        return as_host and super().fused_idle(args)
+        return as_host and Fused.fused_idle(self, args)
 
     def fused_body(self: Any, step: Step) -> Any:
         return part(self, step.body) if step.inline is None else inline(self, step.inline)
@@ -226,7 +226,7 @@ class Block(Fused):
             body = self.fused_body(step)
             if step is roles.steps[0] and not self.fused_searched and is_hooked(body):
                 return None  # it wants the host's own call, whose arguments differ by version
-            if getattr(body, "fused_level", "") != "attention":
+            if not isinstance(body, (Fused, Inline)) or body.fused_level != "attention":
                 continue
             if not (self.fused_searched or can_inline(body)):
                 continue  # it is called, with what the caller gave
@@ -249,7 +249,7 @@ class Block(Fused):
 
     def fused_given(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not (self.fused_roles.lists and args and isinstance(args[0], list)):
-            return super().fused_given(args, kwargs)
+            return Fused.fused_given(self, args, kwargs)
         every = {**dict(zip(self.fused_arguments.names[1:], args[1:])), **kwargs}  # noqa: B905
         others = {n: v for n, v in every.items() if n in self.fused_extra_kwargs and v is not None}
         if any(type(v) is not list or len(v) != len(args[0]) for v in others.values()):

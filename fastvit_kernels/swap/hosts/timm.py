@@ -35,7 +35,7 @@ class Attention(attention.Attention):
 
     def fused_blocked(self: Any) -> str | None:
         scores = None if self.fused_attn else "fused_attn is False: it forms the scores"
-        return scores or super().fused_blocked()
+        return scores or attention.Attention.fused_blocked(self)
 
 
 @constant_when_traced
