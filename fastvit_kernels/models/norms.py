@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
-from ..ops.rebuilt_norm import rebuilt_norm
+from ..ops.recomputed_norm import recomputed_norm
 from ..runtime.arguments import autocast_dtype, check_int, check_tensor
 from ..runtime.plain import is_hooked
 from .checks import Eps, Flag, checked
@@ -97,4 +97,4 @@ def rebuilt_output(
     """Inside, what would save y = norm(x) saves nothing: the backward rebuilds it."""
     kind = "rms_norm" if isinstance(norm, RmsNorm) else "layer_norm"
     bias = getattr(norm, "bias", None)
-    return rebuilt_norm(y, x, norm.weight, bias, norm.eps, recompute_fn, kind, samples)
+    return recomputed_norm(y, x, norm.weight, bias, norm.eps, recompute_fn, kind, samples)

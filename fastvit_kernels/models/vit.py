@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.rebuilt_sum import rebuilt_sum
+from ..ops.recomputed_sum import recomputed_sum
 from .config import BlockConfig, ViTConfig, configured_by
 from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
@@ -73,7 +73,7 @@ class Block(nn.Module):
         samples = None if packing is not None else drop_path.samples(x)
         given = {} if samples is None else {"samples": samples}  # a replacement may not accept it
         low = self.memory == "low" and can_rebuild(norm)
-        with rebuilt_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
+        with recomputed_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
             y, x = norm(x, and_input=True, **given)
         with rebuilt_output(norm, y, x, recompute_fn, samples) if low else nullcontext():
             if packing is not None:

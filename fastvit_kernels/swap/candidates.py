@@ -13,7 +13,7 @@ from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE, leaves
 from .hosts.attention import AttentionRoles
 from .hosts.mlp import MlpRoles
-from .observe import Event, Observation, Refused, Unlike
+from .observe import Event, NotACandidate, Observation, Unsupported
 
 SUMS = ("add", "__add__", "__radd__", "__iadd__", "add_")
 PRODUCTS = ("mul", "__mul__", "__rmul__", "__imul__", "mul_")
@@ -47,7 +47,7 @@ def _all_known(module: nn.Module, roles: Any) -> None:
     """Refuses a module with parameters that no role has."""
     unknown = _unknown(module, roles)
     if unknown:
-        raise Refused(f"it has parameters that we do not know: {', '.join(unknown[:3])}")
+        raise Unsupported(f"it has parameters that we do not know: {', '.join(unknown[:3])}")
 
 
 def _unknown(module: nn.Module, roles: Any) -> list[str]:
@@ -64,7 +64,7 @@ def attention_roles(
     module: Any, seen: Observation, whole: bool = True
 ) -> Iterator[AttentionRoles] | None:
     """Candidates, most likely first; None where the forward has no softmax. `module` is the `whole`
-    attention, or has other parts. Raises: Refused where the softmax is of something else."""
+    attention, or has other parts. Raises: Unsupported where the softmax is of something else."""
     cores = [e for e in seen.events if e.function in (SDPA, *SOFTMAX)]
     if not cores:
         return None
@@ -75,7 +75,7 @@ def attention_roles(
     behind = [e for e in linears if seen.events.index(e) > place]
     if len(behind) > 1 or len(before) not in (1, 3):
         counts = f"{len(before)} Linears before its softmax and {len(behind)} behind"
-        raise Refused(f"an attention with {counts}")
+        raise Unsupported(f"an attention with {counts}")
     shape = seen.shape(seen.first)
     T = math.prod(shape[1:-1])
     heads = _heads(seen, core, shape[0], T)
@@ -95,14 +95,14 @@ def attention_roles(
         **_raw(seen, projections),
     )
     if roles.raw and not whole:
-        raise Refused("it reads the weights of Linears without calling them")
+        raise Unsupported("it reads the weights of Linears without calling them")
     if roles.turn:
         turned = next(e for e in seen.events if e.part == roles.turn)
         roles = roles._replace(prefix=T - seen.shape(turned.inputs[0])[-2], tokens=T)
     if seen.others:
         scores = seen.shape(core.output)
         if is_sdpa or any(seen.shape(n) != scores for n in seen.others):
-            raise Refused("its result has a tensor besides: a hidden state")
+            raise Unsupported("its result has a tensor besides: a hidden state")
         roles = roles._replace(weights=True)
     if roles.q_norm:
         norm = next(e for e in seen.events if e.part == roles.q_norm)
@@ -137,7 +137,7 @@ def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:
     if not calls:
         return {}
     if len(calls) != len(projections):
-        raise Refused("it reads the weights of Linears without calling them")
+        raise Unsupported("it reads the weights of Linears without calling them")
     found = []
     for name in projections:
         bias = _argument(calls[name], 2, "bias", None)
@@ -198,18 +198,18 @@ def _heads(seen: Observation, core: Event, B: int, T: int) -> int:
         q = seen.shape(core.inputs[0])
         if len(q) == 4 and q[0] == B and q[2] == T:
             return q[1]
-        raise Refused(f"its attention reads queries of the shape {q} for {T} tokens")
+        raise Unsupported(f"its attention reads queries of the shape {q} for {T} tokens")
     scores = seen.shape(core.inputs[0])
     dim = _argument(core, 1, "dim", None)
     if scores[-2:] != (T, T):
-        raise Refused(f"its softmax is over scores of the shape {scores} for {T} tokens")
+        raise Unsupported(f"its softmax is over scores of the shape {scores} for {T} tokens")
     if isinstance(dim, int) and dim not in (-1, len(scores) - 1):
-        raise Refused(f"its softmax is over axis {dim}, not over the keys")
+        raise Unsupported(f"its softmax is over axis {dim}, not over the keys")
     if len(scores) == 4 and scores[0] == B:
         return scores[1]
     if len(scores) == 3 and scores[0] % B == 0:
         return scores[0] // B
-    raise Refused(f"its softmax is over scores of the shape {scores}")
+    raise Unsupported(f"its softmax is over scores of the shape {scores}")
 
 
 def _query_key_value(seen: Observation, core: Event, stop: set[int]) -> list[int] | None:
@@ -268,7 +268,7 @@ def _around(
             second = "k_norm" if "q_norm" in found else "q_norm"
             role = ("norm", second, "inner_norm", "")[passed]
         if not role or role in found:
-            raise Refused(f"{event.part}, a {event.function}, stands where attention has none")
+            raise Unsupported(f"{event.part}, a {event.function}, stands where attention has none")
         found[role] = event.part
     return found
 
@@ -279,22 +279,22 @@ def _around(
 def mlp_roles(module: Any, seen: Observation, whole: bool = True) -> Iterator[MlpRoles]:
     """The candidates of an MLP, by what its activation was seen to compute.
 
-    Raises: Refused where it is none.
+    Raises: Unsupported where it is none.
     """
     linears = _linears(module, seen)
     if len(linears) not in (2, 3):
-        raise Unlike(f"{len(linears)} Linears in a forward without attention")
+        raise NotACandidate(f"{len(linears)} Linears in a forward without attention")
     *first, last = linears
     if any(e.function == "linear" for e in linears):
-        raise Refused("it reads the weights of Linears without calling them")
+        raise Unsupported("it reads the weights of Linears without calling them")
     if seen.others:
-        raise Refused("its result has a tensor besides: a hidden state")
+        raise Unsupported("its result has a tensor besides: a hidden state")
     found = _around_mlp(module, seen, first, last)
     hidden = seen.tensors[found.pop("hidden")]
     roles = MlpRoles(first[0].part, last.part, "", **found, result=seen.place)
     activations = list(_activations(seen, first, hidden))
     if not activations:
-        raise Refused("no kernel for what stands between its Linears")
+        raise Unsupported("no kernel for what stands between its Linears")
     for name, gate in activations:
         candidate = roles._replace(activation=name, gate=gate)
         if gate and gate not in ("first", "second"):
@@ -349,5 +349,5 @@ def _around_mlp(module: Any, seen: Observation, first: list[Event], last: Event)
         elif passed == 2 and type(child) is nn.Dropout:
             found["after"] = event.part
         elif passed == 2:
-            raise Refused(f"{event.part}, a {event.function}, stands behind its last Linear")
+            raise Unsupported(f"{event.part}, a {event.function}, stands behind its last Linear")
     return found

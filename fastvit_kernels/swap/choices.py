@@ -169,7 +169,7 @@ def kind_of(module: nn.Module, cls: type) -> tuple[str, str, str]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
+def isolated_state(model: nn.Module) -> Iterator[None]:
     """Inside, buffers and generators may change: they are put back."""
     before = [(b, b.clone()) for b in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
@@ -361,7 +361,7 @@ def choose(
     kept: dict[str, Choice] = {}
     try:
         routes = prefer(here, former, found.configs)
-        with _undisturbed(model):
+        with isolated_state(model):
             calls = {} if measure is None else calls_of(model, kinds, measure)
             for name, module in model.named_modules():
                 fused = (n for n, choice in kept.items() if choice.keeps != HOST)

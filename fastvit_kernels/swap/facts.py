@@ -271,7 +271,7 @@ class Facts:
         self.answers = [planned[place].fused_facts(modules[place]) for place in self.asking]
         self.key = (tuple(key), tuple(self.functions), tuple(self.answers), tuple(self.read))
 
-    def at_rest(self) -> Any:
+    def key_without_rates(self) -> Any:
         """The key with all leaves alike that only drop: a smaller proof has shown what they do."""
         described = [(name, known) for name, known, *_ in self.key[0] if isinstance(known, tuple)]
         above = {name.rpartition(".")[0] for name, _ in described}

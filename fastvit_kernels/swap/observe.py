@@ -30,11 +30,11 @@ from .prove import DTYPES, first_line
 TOKENS = 2400  # of a batch in a search
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """Why a module is of no kind that has a fused forward."""
 
 
-class Unlike(Refused):
+class NotACandidate(Unsupported):
     """The same of a module that nobody would take for one; the report does not name it."""
 
 
@@ -214,12 +214,12 @@ def observed(
 ) -> Observation:
     """A run of the module's own forward on a copy: on tokens, else on a grid of tokens.
 
-    Raises: Refused where it takes neither.
+    Raises: Unsupported where it takes neither.
     """
     parts = [name for name, _ in open_parts(module, class_of)]
     names, defaults, _ = arguments_of(type(module).forward)
     if not names:
-        raise Unlike("its forward names no argument")
+        raise NotACandidate("its forward names no argument")
     wanted, failure = {n: None for n in names[1:] if n not in defaults}, None
     every = [(d, s) for d in DTYPES for s in sizes_of(list(module.modules()))]
 
@@ -238,10 +238,10 @@ def observed(
             extras = {} if more is None else more(copy, shape[1])
             return _run(copy, parts, x, wanted | extras)
         except Foreign as error:
-            raise Refused(str(error)) from error
+            raise Unsupported(str(error)) from error
         except Exception as error:
             failure = failure or first_line(error)
-    raise Unlike(f"it could not be run: {failure}")
+    raise NotACandidate(f"it could not be run: {failure}")
 
 
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:

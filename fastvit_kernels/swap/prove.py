@@ -80,7 +80,8 @@ def prove(
         ids = [*map(id, facts.modules(module))]
         rates = {(ids[at], n): Rate.of(v, (at, n), asked) for (at, n), v in facts.rates.items()}
         try:
-            _proofs[exact] = aside(lambda: _prove(module, facts, class_of, at_size, rates))
+            run = partial(_prove, module, facts, class_of, at_size, rates)
+            _proofs[exact] = in_clean_thread(run)
         except Exception as error:  # a proof never fails its caller
             _proofs[exact] = f"it could not be tried: {first_line(error)}"
         if rates:
@@ -88,17 +89,17 @@ def prove(
         return _proofs[exact]
 
 
-def aside(run: Callable[[], Any]) -> Any:
+def in_clean_thread(run: Callable[[], Any]) -> Any:
     """What `run` gives in a thread of its own; its exception is raised here. No module is watched
     there by a global hook, and ops compute their specification."""
 
-    def undisturbed() -> Any:
+    def run_alone() -> Any:
         UNSEEN.set(True)
         with backend("torch"):
             return run()
 
     with ThreadPoolExecutor(1, "fastvit_kernels proof") as thread:
-        return thread.submit(undisturbed).result()
+        return thread.submit(run_alone).result()
 
 
 def first_line(error: Exception) -> str:
@@ -191,7 +192,7 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
     read may count its heads by its width; one that is too large is tried at a fraction. Once for
     all rates of DropPath and dropout: those do not depend on it."""
     cls: Any = class_of(module)
-    key = facts.at_rest(), cls.__mro__[1]
+    key = facts.key_without_rates(), cls.__mro__[1]
     if key not in _at_sizes:
         modules = facts.modules(module)
         sizes = halved(modules, LARGEST_RECOGNISED) | shorter_tables(modules)

@@ -32,8 +32,16 @@ from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
 from .hosts.masks import SHIFTED
 from .hosts.mlp import Mlp, MlpRoles
 from .hosts.roles import LinearRoles, MaskedLinear
-from .observe import Refused, Unlike, angle_argument, angles_for, is_mask, observed, open_parts
-from .prove import aside, prove
+from .observe import (
+    NotACandidate,
+    Unsupported,
+    angle_argument,
+    angles_for,
+    is_mask,
+    observed,
+    open_parts,
+)
+from .prove import in_clean_thread, prove
 from .steps import ResidualBlock
 
 BRANCHES = 6  # attentions and MLPs in a block; a module with more is a stack of them
@@ -104,9 +112,10 @@ def recognise(module: nn.Module, class_of: ClassOf) -> tuple[Any, Found]:
             return None, Found(unlike=True)
         facts = Facts(module, class_of, whole=True)
         key = type(module), facts.key, *facts.rates.values()
-        alike = type(module), facts.at_rest()
+        alike = type(module), facts.key_without_rates()
         if key not in _found:
-            _found[key] = search.again(_last.get(alike)) or aside(lambda: search.run(kind))
+            found = search.again(_last.get(alike))
+            _found[key] = found or in_clean_thread(lambda: search.run(kind))
         found = _last[alike] = _found[key]
         return found.roles and recognised_class(type(module), found.roles), found
     except Exception as error:  # a state that we cannot read is the host's business
@@ -123,7 +132,7 @@ def is_partial(cls: Any) -> bool:
 
 
 class Search:
-    """The search for the roles of one module; its methods give roles, or raise Refused."""
+    """The search for the roles of one module; its methods give roles, or raise Unsupported."""
 
     def __init__(self, module: Any, class_of: ClassOf):
         self.module, self.class_of = module, class_of
@@ -133,8 +142,8 @@ class Search:
     def run(self, kind: Callable[[], Any]) -> Found:
         try:
             return Found(kind(), "", False, tuple(self.trials), self.absorbed)
-        except Refused as refused:
-            unlike = isinstance(refused, Unlike)
+        except Unsupported as refused:
+            unlike = isinstance(refused, NotACandidate)
             return Found(None, str(refused), unlike, tuple(self.trials))
 
     def again(self, last: Found | None) -> Found | None:
@@ -164,7 +173,7 @@ class Search:
                 reason += f"; the search ended after {SECONDS:.0f} s"
                 break
         if former is None:
-            raise Refused(reason)
+            raise Unsupported(reason)
         return former
 
     # What a module may be.
@@ -209,10 +218,10 @@ class Search:
         levels = {level_of(without(m)) for _, m in open_parts(self.module, without)}
         try:
             roles = (inner.block if levels & {"attention", "mlp"} else inner.whole)()
-        except Refused as refused:
+        except Unsupported as refused:
             try:
                 return self.block()
-            except Refused:
+            except Unsupported:
                 self.trials = inner.trials
                 raise refused from None
         self.trials, self.absorbed = inner.trials, tuple(partial)
@@ -220,20 +229,20 @@ class Search:
 
     def whole(self) -> Any:
         """Without planned parts: an attention or MLP, or a block with all of it inside."""
-        why: list[Refused] = []
+        why: list[Unsupported] = []
         for kind in (self.branch, self.block):
             try:
                 return kind()
-            except Refused as refused:
+            except Unsupported as refused:
                 why.append(refused)
-        raise min(why, key=lambda refused: isinstance(refused, Unlike))
+        raise min(why, key=lambda refused: isinstance(refused, NotACandidate))
 
     def branch(self) -> Any:
         """An attention or an MLP."""
         module, angles = self.module, angle_argument(self.module)
         try:
             seen = observed(module, self.class_of, training=True)
-        except Unlike:
+        except NotACandidate:
             if angles is None:
                 raise
             more = partial(angles_for, name=angles, roles=None)
@@ -301,13 +310,13 @@ class Search:
         """Candidates of a residual block, by runs in training, then in evaluation."""
         known: dict[Any, None] = {}
         resting: list[Any] = []  # of evaluation
-        why: list[Refused] = []  # of runs that give none
+        why: list[Unsupported] = []  # of runs that give none
         for training in (True, False):
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
                     seen = observed(self.module, self.class_of, training, more)
                     every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
-                except Refused as refused:
+                except Unsupported as refused:
                     why.append(refused)
                     continue
                 given = [own for s in every[0].steps for _, own in s.context]
@@ -322,14 +331,14 @@ class Search:
         known |= dict.fromkeys(sampled)
         yield from (roles._replace(evaluation=True) for roles in known)
         if not known:
-            unlike = any(isinstance(refused, Unlike) for refused in why)
-            raise (Unlike if unlike else Refused)(str(why[0]))
+            unlike = any(isinstance(refused, NotACandidate) for refused in why)
+            raise (NotACandidate if unlike else Unsupported)(str(why[0]))
 
     # Parts without parts. The report names none of them but norms.
 
     def norm(self) -> Any:
         if (axes := len(self.module.normalized_shape)) != 1:
-            raise Refused(f"it normalizes {axes} axes")
+            raise Unsupported(f"it normalizes {axes} axes")
         both = (False, True)
         roles = [NormRoles(dtype="input" * fp32, rounded=r) for r in both for fp32 in both]
         return self.first(roles)
@@ -337,8 +346,8 @@ class Search:
     def leaf(self) -> Any:
         try:
             return self.first(_leaf_roles(self.module))
-        except Refused as refused:
-            raise Unlike(str(refused)) from None
+        except Unsupported as refused:
+            raise NotACandidate(str(refused)) from None
 
 
 def _leaf_roles(module: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
 from .hosts.block import BlockRoles, Step
 from .hosts.fused import arguments_of
-from .observe import Event, Observation, Refused, Unlike, Value, is_mask
+from .observe import Event, NotACandidate, Observation, Unsupported, Value, is_mask
 
 BRANCHES = ("attention", "mlp")
 MOST = 16  # candidates of an inline branch
@@ -24,8 +24,8 @@ Branch = tuple[Step, list[Any]]
 
 
 class ResidualBlock:
-    """A run of a block that is taken apart into steps, from their ends. Its methods raise Refused
-    where the forward does more than add branches and call parts."""
+    """A run of a block that is taken apart into steps, from their ends. Its methods raise
+    Unsupported where the forward does more than add branches and call parts."""
 
     def __init__(self, module: nn.Module, class_of: ClassOf, seen: Observation):
         self.module, self.class_of = module, class_of
@@ -48,11 +48,11 @@ class ResidualBlock:
         """The steps in their order: those that end in a sum, and calls of other parts."""
         seen = self.seen
         if seen.others:
-            raise Refused("its result has a tensor besides: a hidden state")
+            raise Unsupported("its result has a tensor besides: a hidden state")
         sums = [e for e in seen.events if e.function in SUMS and len(e.inputs) == 2 and not e.part]
         found = [*filter(None, map(self.ending_in, sums))]
         if not found:
-            raise Unlike("it has no residual")
+            raise NotACandidate("it has no residual")
         for event in seen.events:
             if event.output in self.taken:
                 continue
@@ -60,19 +60,19 @@ class ResidualBlock:
                 how = self.call(event)
                 found.append((Step(event.output, event.inputs[0], body=event.part, **how), []))
             elif origins(seen, seen.result, {event.output}):  # the result was made with it
-                raise Refused(f"its forward has a step that is none of ours: {event.function}")
+                raise Unsupported(f"its forward has a step that is none of ours: {event.function}")
         order = [e.output for e in seen.events]
         return sorted(found, key=lambda branch: order.index(branch[0].output))
 
     def numbered(self, found: list[Branch]) -> list[Branch]:
         """The same with the numbers that a block's steps give their values."""
         if found[-1][0].output != self.seen.result:
-            raise Refused("its result is not the end of its last branch")
+            raise Unsupported("its result is not the end of its last branch")
         numbers = {-1: -1, self.seen.first: 0}
         numbers |= {s.output: i + 1 for i, (s, _) in enumerate(found)}
         ends = ("output", "source", "residual")
         if not numbers.keys() >= {getattr(s, end) for s, _ in found for end in ends}:
-            raise Refused("a branch begins with a value that is none of ours")
+            raise Unsupported("a branch begins with a value that is none of ours")
         return [
             (step._replace(**{end: numbers[getattr(step, end)] for end in ends}), inlined)
             for step, inlined in found
@@ -170,10 +170,10 @@ class ResidualBlock:
             if isinstance(value, Value):
                 if value.number == event.inputs[0]:
                     return "x"
-                raise Refused(f"{event.part} is called with more than its input")
+                raise Unsupported(f"{event.part} is called with more than its input")
             if value is None or isinstance(value, (bool, int, float)):
                 return value
-            raise Refused(f"{event.part} is called with a {type(value).__name__}")
+            raise Unsupported(f"{event.part} is called with a {type(value).__name__}")
 
         names = arguments_of(type(self.module.get_submodule(event.part)).forward).names
         given = {**dict(enumerate(event.args)), **event.kwargs}

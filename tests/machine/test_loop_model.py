@@ -177,7 +177,7 @@ def _ptx(*lines):
 
 COPY = "cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10"
 PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r30}, %rd8, %rd9, 1, 1, 1, 0, 0"
-FENCE, ALL, SOME = "fence.proxy.async", "cp.async.wait_group 0", "cp.async.wait_group 1"
+FENCE, ALL, SUBSET = "fence.proxy.async", "cp.async.wait_group 0", "cp.async.wait_group 1"
 BACK = ["@%p2 bra $L__BB0_1"]
 
 
@@ -187,8 +187,8 @@ BACK = ["@%p2 bra $L__BB0_1"]
         ([COPY, ALL, PRODUCT], True),
         ([COPY, ALL, FENCE, PRODUCT], False),
         ([COPY, "cp.async.wait_all", PRODUCT], True),
-        ([COPY, SOME, FENCE, PRODUCT], False),
-        ([COPY, SOME, FENCE, SOME, PRODUCT], True),  # what was still under way has landed
+        ([COPY, SUBSET, FENCE, PRODUCT], False),
+        ([COPY, SUBSET, FENCE, SUBSET, PRODUCT], True),  # what was still under way has landed
         ([COPY, ALL, FENCE, ALL, PRODUCT], False),  # nothing was
         ([COPY, "cp.async.wait_all", FENCE, "cp.async.wait_all", PRODUCT], False),
         ([ALL, PRODUCT], False),

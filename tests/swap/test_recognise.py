@@ -679,7 +679,7 @@ def test_layers_that_differ_by_more_than_rates_share_nothing():
     def known(change):
         module = dino.Block(drop_path=0.05)
         change(module)
-        return facts.Facts(module, whole=True).at_rest()
+        return facts.Facts(module, whole=True).key_without_rates()
 
     usual = known(lambda m: None)
     assert known(lambda m: setattr(m.drop_path1, "drop_prob", 0.07)) == usual

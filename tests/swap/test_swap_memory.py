@@ -10,7 +10,7 @@ from outside import dino, positions
 from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels import backend, swap_in, swap_out
-from fastvit_kernels.ops import rebuilt_norm
+from fastvit_kernels.ops import recomputed_norm
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small, timm_small, torchvision_small
 
@@ -63,13 +63,13 @@ def rebuilt(monkeypatch):
     """The shapes of what was rebuilt."""
     shapes = []
     for name in ("layer_norm_fwd", "rms_norm_fwd"):
-        launcher = getattr(rebuilt_norm, name)
+        launcher = getattr(recomputed_norm, name)
 
         def counted(*arguments, launcher=launcher):
             shapes.append(arguments[0].shape)
             return launcher(*arguments)
 
-        monkeypatch.setattr(rebuilt_norm, name, counted)
+        monkeypatch.setattr(recomputed_norm, name, counted)
     return shapes
 
 

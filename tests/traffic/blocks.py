@@ -35,7 +35,7 @@ from fastvit_kernels import (
     swap_in,
     varlen_attention,
 )
-from fastvit_kernels.ops.common import handover
+from fastvit_kernels.ops.common import grad_epilogue
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
@@ -273,8 +273,8 @@ PROVIDERS_OF_DROPPED = {
 @contextmanager
 def _as_in_a_graph() -> Iterator[None]:
     """Without the one thing that a graph of torch.compile does not do: it has no nodes on which a
-    norm's backward could leave something (handover.py)."""
-    with backend("triton"), patch.object(handover, "_compiling", lambda: True):
+    norm's backward could leave something (grad_epilogue.py)."""
+    with backend("triton"), patch.object(grad_epilogue, "_compiling", lambda: True):
         yield
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fastvit_kernels.ops import rebuilt_norm, rebuilt_sum
+from fastvit_kernels.ops import recomputed_norm, recomputed_sum
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, place_of_storage
@@ -93,7 +93,7 @@ def left_out(name: str, given: dict[str, Any]) -> int:
     if name == "pass_dropped":
         B = given["y_ptr"].shape[0]
         names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
-    elif given.get("SOME"):
+    elif given.get("SUBSET"):
         names = ROWS_OF_KEPT[name]
         if name == "norm_fwd":
             share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
@@ -184,8 +184,8 @@ def counting() -> Iterator[Count]:
         on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
         saved_tensors_hooks(keep, lambda x: x),
         patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
-        patch.object(rebuilt_norm, "is_hooked", lambda: False),  # by our own
-        patch.object(rebuilt_sum, "is_hooked", lambda: False),
+        patch.object(recomputed_norm, "is_hooked", lambda: False),  # by our own
+        patch.object(recomputed_sum, "is_hooked", lambda: False),
         patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
         FakeTensorMode(),
         _MasksAsOnCuda(),

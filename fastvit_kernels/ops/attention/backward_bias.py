@@ -34,8 +34,8 @@ from .samples import Sample, head_rows, row_ptr
 from .tiles import (
     HIDDEN,
     Dropout,
-    Form,
     Heads,
+    KernelConstants,
     Scores,
     dropout_keep,
     fence_async,
@@ -95,7 +95,7 @@ def _attention_bwd_bias_kernel(
     bias_b, bias_h = bias // bias_heads, bias % bias_heads
     start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
 
-    FORM: tl.constexpr = Form(
+    FORM: tl.constexpr = KernelConstants(
         D, BLOCK_D0, BLOCK_D1, PRECISION, "add", False, HAS_DROPOUT, FENCE, False
     )
     dropout = ()

@@ -14,8 +14,8 @@ from ...runtime.triton import ANY_BATCH, tl, triton
 from .samples import Packing, head_rows, packed_rows, row_ptr, sample_of
 from .tiles import (
     Dropout,
-    Form,
     Heads,
+    KernelConstants,
     Scores,
     fence_async,
     keeps_invariants,
@@ -246,7 +246,7 @@ def _attention_bwd_one_pass_kernel(
         dropout = Dropout(seed_ptr, threshold, keep_scale)
     if VARLEN:
         packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
-    FORM: tl.constexpr = Form(
+    FORM: tl.constexpr = KernelConstants(
         D, BLOCK_D, 0, PRECISION, "none", IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )
     TILES: tl.constexpr = Tiles(BLOCK_KV, TAIL_KV, ONE_KV, PART0, PART1, PART2, RAGGED_Q)

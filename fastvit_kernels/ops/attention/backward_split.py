@@ -26,8 +26,8 @@ from .samples import (
 )
 from .tiles import (
     Dropout,
-    Form,
     Heads,
+    KernelConstants,
     Mask,
     Scores,
     accumulate,
@@ -138,7 +138,7 @@ def _attention_bwd_dq_kernel(
     tiles = tl.cdiv(T_q, BLOCK_Q)
     pid_q = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles  # b * H + h
-    FORM: tl.constexpr = Form(
+    FORM: tl.constexpr = KernelConstants(
         D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )
     mask, dropout, packing = (), (), ()
@@ -259,7 +259,7 @@ def _attention_bwd_dkdv_kernel(
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles  # b * H + h
-    FORM: tl.constexpr = Form(
+    FORM: tl.constexpr = KernelConstants(
         D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )
     mask, dropout, packing = (), (), ()

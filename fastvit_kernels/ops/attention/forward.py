@@ -15,8 +15,8 @@ from .samples import Packing, head_rows, next_tile, packed_rows, row_ptr, sample
 from .tiles import (
     LOG2_E,
     Dropout,
-    Form,
     Heads,
+    KernelConstants,
     Mask,
     Scores,
     accumulate,
@@ -175,7 +175,7 @@ def _attention_fwd_kernel(
     if VARLEN:
         packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
     scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
-    FORM: tl.constexpr = Form(
+    FORM: tl.constexpr = KernelConstants(
         D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
     )
     TILES: tl.constexpr = Tiles(BLOCK_Q, RAGGED_Q, BLOCK_KV, TAIL_KV, ONE_KV)

@@ -1,7 +1,7 @@
 """What the attention kernels share: tiles of a head in and out, products, scores, dropout.
 
-What travels together is one argument, a tuple by name: the constants of a launch (`Form`, passed as
-a constexpr), and pointers with their strides and scalars. Constants stand apart, because Triton
+What travels together is one argument, a tuple by name: `KernelConstants`, passed as a constexpr,
+and pointers with their strides and scalars. Constants stand apart, because Triton
 makes a tensor of what is assigned as part of another tuple. A tile of one head is a tuple of its
 column parts, (x0,) or (x0, x1): a power of two and a rest (D = 72 -> 64 + 16), so that every
 product over D is the sum of two.
@@ -22,7 +22,7 @@ HIDDEN = constant(1e30)  # additive masks reach from -HIDDEN to HIDDEN, in unsca
 ALL_HIDDEN = constant(1e32)  # lse is minus this times the number of keys: `save_lse`
 
 
-class Form(NamedTuple):
+class KernelConstants(NamedTuple):
     """Constants of a launch that device functions share."""
 
     D: Any

@@ -51,10 +51,10 @@ def finish_tile(
     y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
     offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SOME: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored; where SOME, of the
-    samples that row_scale_ptr keeps."""
+    """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored; where SUBSET, of
+    the samples that row_scale_ptr keeps."""
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
     y = activate(z, ACTIVATION, y_ptr.dtype.element_ty)
@@ -63,7 +63,7 @@ def finish_tile(
     if HAS_ROW_SCALE:
         row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
         y *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
-    if SOME:
+    if SUBSET:
         offs_m = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample)
         y *= keep_scale
     if HAS_RESIDUAL:
@@ -78,7 +78,7 @@ def _epilogue_fwd_kernel(
     y_ptr, z_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
     M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SOME: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -91,7 +91,7 @@ def _epilogue_fwd_kernel(
     finish_tile(
         y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
         offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
+        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SUBSET,
     )  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _epilogue_bwd_kernel(
     dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
     M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n, keep_scale,
     ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    SOME: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
+    SUBSET: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
     SUM_DLAYER_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     # Program (n, s) walks the rows of split s; partial[s] = [sum dz (N)] [sum d * act(z) (N)].
@@ -116,14 +116,14 @@ def _epilogue_bwd_kernel(
         offs_m = row + tl.arange(0, BLOCK_R).to(tl.int64)
         mask_m = offs_m < last
         mask = mask_m[:, None] & mask_n[None, :]
-        offs_dy = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample) if SOME else offs_m
+        offs_dy = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample) if SUBSET else offs_m
         dy_ptrs = dy_ptr + offs_dy[:, None] * stride_dy_m + offs_n[None, :] * stride_dy_n
         dz = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
         offs = offs_m[:, None] * N + offs_n[None, :]
         if HAS_ROW_SCALE:
             row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
             dz *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
-        if SOME:
+        if SUBSET:
             dz *= keep_scale
         if ACTIVATION != "":
             z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -219,7 +219,7 @@ def _flags(
 ) -> dict[str, bool]:
     return dict(
         HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some,
-        HAS_RESIDUAL=has_residual, SOME=some,
+        HAS_RESIDUAL=has_residual, SUBSET=some,
     )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def copy_dropped(
     flags: dict[str, bool],
 ) -> None:  # fmt: skip
     """The rows of y that a kernel leaves out whose epilogue had these arguments."""
-    if flags["SOME"]:
+    if flags["SUBSET"]:
         _, samples, residual = pointers
         assert samples is not None and residual is not None
         pass_dropped(y, residual, samples, sizes[1])
@@ -280,7 +280,7 @@ def _bwd_plan(
     splits = triton.cdiv(M, rows_per_split)
     launch = bind_launch(
         _epilogue_bwd_kernel, (column_blocks, splits), ACTIVATION=activation,
-        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SOME=some,
+        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SUBSET=some,
         WRITE_ACT=write_act, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
     )  # fmt: skip
     sums = sum_dz + sum_dlayer_scale

@@ -102,15 +102,15 @@ def load_rows(ptr, offs_row, stride_row, offs_c, mask):
 @triton.jit
 def rows_to_hand_over(
     d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
-    num_kept, keep_scale, HAS_ROW_SCALE: tl.constexpr, SOME: tl.constexpr, WRITE_D: tl.constexpr,
+    num_kept, keep_scale, HAS_ROW_SCALE: tl.constexpr, SUBSET: tl.constexpr, WRITE_D: tl.constexpr,
 ):  # fmt: skip
-    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries. handover.py. Where
-    SOME, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
+    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries (grad_epilogue.py).
+    Where SUBSET, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
     d = dx.to(tl.float32)
     if HAS_ROW_SCALE:
         row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
         d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
-    if SOME:
+    if SUBSET:
         rows_d, kept = compact_rows(row_scale_ptr, num_kept, offs_row, mask_row, rows_per_sample)
         offs += (rows_d - offs_row)[:, None] * C
         mask = mask & kept[:, None]

@@ -41,7 +41,7 @@ from ...runtime.arguments import (
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
+from ..common.grad_epilogue import Reads, layer_gradients, reads_of, register, takes_rows
 from ..linear.functions import by_library, is_by_library, linear_fwd, linear_ref
 from .kernels import MAX_NORM_F
 from .launch import gated_hidden_fwd, gated_mlp_bwd
@@ -141,7 +141,7 @@ class GatedMlpFunction(torch.autograd.Function):
             stats if saves_z and norm_weight is not None else None,
         )
         ctx.spec = spec
-        offer(ctx, spec.reads, row_scale)
+        register(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod

@@ -16,7 +16,7 @@ Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the comp
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
 inside; gemm_configs.py decides. Files: launch.py, kernels.py. Derivation: docs/linear.md.
-d and g come from the backward of a LayerNorm that reads y, where one does: common/handover.py.
+d and g come from the backward of a LayerNorm that reads y, where one does: common/grad_epilogue.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, f
 from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.gemm_configs import fwd_config
-from ..common.handover import Reads, layer_gradients, offer, reads_of, taken, takes_rows
+from ..common.grad_epilogue import Reads, layer_gradients, pop, reads_of, register, takes_rows
 from ..common.samples import add_kept
 from .launch import linear_bwd, linear_by_library_bwd, linear_fwd
 
@@ -122,7 +122,7 @@ class LinearFunction(torch.autograd.Function):
             row_scale if spec.saves_scales else None,
         )
         ctx.spec = spec
-        offer(ctx, spec.reads, row_scale)
+        register(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
@@ -143,14 +143,14 @@ class LinearByLibraryFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, reads):
         needs_dx, needs_dweight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
-        offer(ctx, reads, None)
+        register(ctx, reads, None)
         return by_library(x, weight, bias, residual)
 
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
         needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
-        _, _, _, known = taken(ctx, dy, None, None)
+        _, _, _, known = pop(ctx, dy, None, None)
         dx, dweight, dbias = linear_by_library_bwd[backward_route(EAGER, dy)](
             dy, *ctx.saved_tensors, needs_dbias and known is None
         )

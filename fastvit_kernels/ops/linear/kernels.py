@@ -13,7 +13,7 @@ def _linear_epilogue(
     first_m, first_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
     ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SOME: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SUBSET: tl.constexpr, SUBTILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
     if SUBTILES > 1:
@@ -23,7 +23,7 @@ def _linear_epilogue(
                 y_ptr, z_ptr, halves[i], x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr,
                 residual_ptr, first_m, first_n + i * (BLOCK_N // 2), M, N, rows_per_sample,
                 stride_residual_m, keep_scale, ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE,
-                HAS_ROW_SCALE, HAS_RESIDUAL, SOME, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
+                HAS_ROW_SCALE, HAS_RESIDUAL, SUBSET, SUBTILES // 2, BLOCK_M, BLOCK_N // 2,
             )  # fmt: skip
     else:
         offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -38,21 +38,21 @@ def _linear_epilogue(
         finish_tile(
             y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
             offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
+            ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SUBSET,
         )  # fmt: skip
 
 
 @triton.jit(**ANY_BATCH)
 def _linear_fwd_kernel(
     y_ptr, z_ptr, x_ptr, weight_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    M, N, K, rows_per_sample,
-    stride_x_m, stride_x_k, stride_weight_n, stride_weight_k, stride_residual_m, keep_scale,
-    ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SOME: tl.constexpr, PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    M, N, K, rows_per_sample, stride_x_m, stride_x_k, stride_weight_n, stride_weight_k,
+    stride_residual_m, keep_scale, ACTIVATION: tl.constexpr, SAVE_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr, PERSISTENT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr, FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     x, weight = tile_operands(
         x_ptr, weight_ptr, M, N, K, stride_x_m, stride_weight_k, stride_weight_n,
@@ -72,6 +72,6 @@ def _linear_fwd_kernel(
             y_ptr, z_ptr, z, x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
             pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N,
             M, N, rows_per_sample, stride_residual_m, keep_scale,
-            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SOME,
+            ACTIVATION, SAVE_Z, HAS_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SUBSET,
             SUBTILES, BLOCK_M, BLOCK_N,
         )  # fmt: skip

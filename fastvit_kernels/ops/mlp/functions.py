@@ -34,7 +34,7 @@ from ...runtime.arguments import (
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import Route, differentiable
 from ..common.activation import check_activation
-from ..common.handover import Reads, layer_gradients, offer, reads_of, takes_rows
+from ..common.grad_epilogue import Reads, layer_gradients, reads_of, register, takes_rows
 from ..common.samples import keeps_some
 from ..gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from ..linear.functions import linear_fwd, linear_ref
@@ -112,7 +112,7 @@ class MlpFunction(torch.autograd.Function):
             row_scale,
         )
         ctx.spec = spec
-        offer(ctx, spec.reads, row_scale)
+        register(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod

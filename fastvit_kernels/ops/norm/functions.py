@@ -19,7 +19,7 @@ program, summed in a fixed order by a second kernel. No atomics.
 The `_and_input` variants norm some samples alone where they are told which (common/samples.py): y
 and dy have their rows, x and dx those of all.
 Where a linear layer gave x, the backward kernel also writes what that one's backward reads of dx,
-d = row_scale * dx in its dtype, and the partials of sum_rows d: common/handover.py.
+d = row_scale * dx in its dtype, and the partials of sum_rows d: common/grad_epilogue.py.
 Sources: arXiv:1607.06450, arXiv:1910.07467. Derivations: docs/layer_norm.md, docs/rms_norm.md.
 """
 
@@ -44,7 +44,7 @@ from ...runtime.arguments import (
 from ...runtime.backend import bf16_reason
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Operator, Route, differentiable
-from ..common.handover import dtype_of_sums, hand, reader_of
+from ..common.grad_epilogue import consumer_of, dtype_of_sums, stash
 from ..common.rows import MAX_C
 from ..common.samples import kept_rows
 from .launch import (
@@ -164,7 +164,7 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     needs_dparams = needs_dweight or needs_dbias
     spec: NormSpec = ctx.spec
     assert spec.route is not None
-    route, reader = backward_route(spec.route, dy, dresidual), reader_of(x)
+    route, reader = backward_route(spec.route, dy, dresidual), consumer_of(x)
     if reader is None:
         dx, sums = spec.bwd[route](
             dy, dresidual, x, weight, stats, spec.param_dtype, needs_dparams, samples
@@ -175,7 +175,7 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
             dy, dresidual, x, weight, stats, dtype_of_sums(reader, spec.param_dtype),
             needs_dparams, d_dtype, reader.row_scale, g_dtype is not None, samples,
         )  # fmt: skip
-        hand(reader, dx, d, sums)
+        stash(reader, dx, d, sums)
         sums = as_dtype(sums, spec.param_dtype)
     if not needs_dparams:
         return dx, None, None

@@ -15,7 +15,7 @@ def _norm_fwd_kernel(
     y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr, residual_ptr,
     num_rows, C, rows_per_sample, stride_x_row, stride_residual_row, eps,
     CENTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr, SOME: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr, SUBSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid_rows = tl.program_id(0).to(tl.int64)
@@ -25,7 +25,7 @@ def _norm_fwd_kernel(
     mask = mask_row[:, None] & mask_c[None, :]
 
     rows_x = offs_row
-    if SOME:
+    if SUBSET:
         rows_x = stream_rows(samples_ptr, offs_row, mask_row, rows_per_sample)
     x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)
     if HAS_WEIGHT:  # on their way during the sums
@@ -65,7 +65,7 @@ def _norm_bwd_kernel(
     stride_dy_row, stride_dresidual_row, stride_x_row, keep_scale,
     CENTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
     NEEDS_DPARAMS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr,
-    SUM_D: tl.constexpr, SOME: tl.constexpr, SOME_D: tl.constexpr,
+    SUM_D: tl.constexpr, SUBSET: tl.constexpr, SUBSET_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
@@ -84,7 +84,7 @@ def _norm_bwd_kernel(
         mask_row = offs_row < num_rows
         mask = mask_row[:, None] & mask_c[None, :]
         rows_dy, mask_dy, num_stats = offs_row, mask_row, num_rows
-        if SOME:  # other samples load zeros, which leave dresidual
+        if SUBSET:  # other samples load zeros, which leave dresidual
             num_stats = num_kept * rows_per_sample
             rows_dy, mask_dy = compact_rows(
                 samples_ptr, num_kept, offs_row, mask_row, rows_per_sample
@@ -119,7 +119,7 @@ def _norm_bwd_kernel(
         if WRITE_D or SUM_D:
             d = rows_to_hand_over(
                 d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
-                num_kept_of_d, keep_scale, HAS_ROW_SCALE, SOME_D, WRITE_D,
+                num_kept_of_d, keep_scale, HAS_ROW_SCALE, SUBSET_D, WRITE_D,
             )  # fmt: skip
             if SUM_D:
                 sum_d += d

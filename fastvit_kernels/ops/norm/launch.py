@@ -69,7 +69,7 @@ def _fwd_plan(
         *(C if s is None else s for s in (stride, residual_stride)), eps,
         CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
         HAS_RESIDUAL=residual_strides is not None, SAVE_STATS=save_stats,
-        SOME=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
+        SUBSET=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
     )  # fmt: skip
     return FwdPlan(
         launch=launch if num_rows * C else None,
@@ -165,7 +165,7 @@ def _bwd_plan(
         *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
         CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
         NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
-        WRITE_D=writes_d, SUM_D=sums_d, SOME=kept > 0, SOME_D=kept_of_d > 0,
+        WRITE_D=writes_d, SUM_D=sums_d, SUBSET=kept > 0, SUBSET_D=kept_of_d > 0,
         BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
         STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0), num_warps=config.num_warps,
     )  # fmt: skip

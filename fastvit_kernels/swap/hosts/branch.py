@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...models.packing import Crops
 from ...ops.common.samples import keep_samples, num_kept
-from ...ops.rebuilt_norm import rebuilt_norm
-from ...ops.rebuilt_sum import rebuilt_sum
+from ...ops.recomputed_norm import recomputed_norm
+from ...ops.recomputed_sum import recomputed_sum
 from ...runtime.arguments import autocast_dtype
 from . import fused
 from .fused import NOTHING, DropPath, LayerScale, Place, can_inline, is_fused_norm, is_noop, part
@@ -130,12 +130,12 @@ class Branch:
             samples = self.kept(modules, x, context)
         if samples is not None and not self.samples_alone:
             return self.on_some(modules, x, residual, samples, context)
-        y, same, dtype, again = x, x, residual.dtype, None
+        y, same, dtype, recompute_fn = x, x, residual.dtype, None
         norm = modules[self.norm]
         if self.fused_norm:
             low = autocast_dtype(x) if self.low else None
             if self.rebuild:
-                with rebuilt_sum(x) as again:
+                with recomputed_sum(x) as recompute_fn:
                     y, same = norm.fused_and_input(x, low, samples)
             else:
                 y, same = norm.fused_and_input(x, low, samples)
@@ -152,7 +152,7 @@ class Branch:
         epilogue = {"residual": residual, "layer_scale": gamma, "row_scale": rows}
         if self.rebuild:
             weight, bias, eps = norm.fused_parameters()
-            with rebuilt_norm(y, x, weight, bias, eps, again, norm.fused_level, samples):
+            with recomputed_norm(y, x, weight, bias, eps, recompute_fn, norm.fused_level, samples):
                 y = finish(modules, y, epilogue, context)
         else:
             y = finish(modules, y, epilogue, context)

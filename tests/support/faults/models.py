@@ -71,7 +71,7 @@ FAULTS = [
         only=(f"{_ROPE_MODELS}test_images_of_another_size",),
     ),
     Fault(
-        "model-rms-rebuilt", "ops/rebuilt_norm.py", "rebuilt_norm",
+        "model-rms-rebuilt", "ops/recomputed_norm.py", "recomputed_norm",
         "an RMSNorm's output rebuilt as a LayerNorm's",
         'rms_norm_fwd if norm == "rms_norm" else layer_norm_fwd', "layer_norm_fwd",
     ),
@@ -683,7 +683,7 @@ FAULTS = [
     Fault(
         "low-memory-hooked", "models/norms.py", "can_rebuild",
         "a backward rebuilds what a hook has changed", " and not is_hooked(norm)", "",
-        only=("ops/test_rebuilt_norm.py::test_a_block_of_low_memory_keeps_what_a_hook_gave",),
+        only=("ops/test_recomputed_norm.py::test_a_block_of_low_memory_keeps_what_a_hook_gave",),
     ),
     Fault(
         "weights-claims-deeper", "weights/files.py", "_tensors",

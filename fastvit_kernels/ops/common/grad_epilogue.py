@@ -28,7 +28,7 @@ from ...runtime.operator import Operator
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
-_READERS: set[type] = set()  # of nodes
+_CONSUMERS: set[type] = set()  # of nodes
 
 
 class Reads(NamedTuple):
@@ -52,7 +52,7 @@ def reads_of(
     return Reads(d_dtype, bias.dtype if layer_scale is None else torch.float32)
 
 
-class Handed(NamedTuple):
+class Stashed(NamedTuple):
     """The gradient that d and g belong to, its version, and the stream that wrote them."""
 
     gradient: Tensor
@@ -63,27 +63,27 @@ class Handed(NamedTuple):
 
 
 def takes_rows(function: Any) -> Any:
-    """Marks an autograd.Function of one output that calls `offer` in its forward."""
+    """Marks an autograd.Function of one output that calls `register` in its forward."""
     node = node_class(function)
     if node is not None:
-        node.row_scale = node.handed = None  # until one has them
-        _READERS.add(node)
+        node.row_scale = node.stashed = None  # until one has them
+        _CONSUMERS.add(node)
     return function
 
 
-def offer(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
+def register(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
     """In the forward: a norm that reads the output may leave what `reads` says."""
     ctx.reads = reads
     if row_scale is not None:
         ctx.row_scale = row_scale
 
 
-def reader_of(x: Tensor) -> Any:
+def consumer_of(x: Tensor) -> Any:
     """In the backward: the node that made x, where it offered to take d and g; else None."""
     if _compiling() or x.__class__ not in _KNOWN:
         return None
     node = x.grad_fn
-    return node if node.__class__ in _READERS and node.reads is not None else None  # type: ignore[union-attr]
+    return node if node.__class__ in _CONSUMERS and node.reads is not None else None  # type: ignore[union-attr]
 
 
 def _stream(x: Tensor) -> int:
@@ -96,31 +96,31 @@ def dtype_of_sums(reader: Any, param_dtype: torch.dtype) -> torch.dtype:
     return param_dtype if reader.reads.g_dtype in (None, param_dtype) else torch.float32
 
 
-def hand(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
+def stash(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
     d_dtype, g_dtype = reader.reads
-    reader.handed = Handed(
+    reader.stashed = Stashed(
         gradient, version(gradient), _stream(gradient), gradient if d_dtype is None else d,
         None if g_dtype is None else as_dtype(sums[-1], g_dtype),
     )  # fmt: skip
 
 
-def taken(
+def pop(
     ctx: Any, dy: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """In the backward: d and its row_scale, which is None where d has it already; g for a layer
     with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
     d dy itself, where nothing was left or dy is another gradient by now."""
-    handed = None
-    if _READERS and not _compiling():
-        handed, ctx.handed = ctx.handed, None
-    if handed is None or handed.gradient is not dy or handed.version != version(dy):
+    stashed = None
+    if _CONSUMERS and not _compiling():
+        stashed, ctx.stashed = ctx.stashed, None
+    if stashed is None or stashed.gradient is not dy or stashed.version != version(dy):
         return dy, row_scale, None, None
-    if handed.stream != _stream(dy):
+    if stashed.stream != _stream(dy):
         return dy, row_scale, None, None
     if layer_scale is None:
-        return handed.d, None, None, handed.g
-    return handed.d, None, handed.g, None
+        return stashed.d, None, None, stashed.g
+    return stashed.d, None, stashed.g, None
 
 
 def layer_gradients(
@@ -149,7 +149,7 @@ def layer_gradients(
         return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
     saved = list(ctx.saved_tensors)
     row_scale = layer_scale + 1
-    d, saved[row_scale], g, known = taken(ctx, dy, saved[layer_scale], saved[row_scale])
+    d, saved[row_scale], g, known = pop(ctx, dy, saved[layer_scale], saved[row_scale])
     asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
     grads = operator[backward_route(spec.route, d)](d, *saved, *options, *asked, g)
     *grads, dlayer_scale = (

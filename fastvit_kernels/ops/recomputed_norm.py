@@ -1,13 +1,13 @@
 """What reads a LayerNorm or RMSNorm may keep the norm's input in place of its output.
 
     y, x = layer_norm_and_input(x, weight, bias, eps, out_dtype=...)
-    with rebuilt_norm(y, x, weight, bias, eps):
+    with recomputed_norm(y, x, weight, bias, eps):
         x = x + branch(y)
 
 Where an op inside would save y for its backward, it saves nothing: the norm's own backward keeps x
 already, and the backward of the op runs the norm's forward kernel again, which gives y's bits.
 That is one read of x and one write of y more, for y's memory. Where x is not kept either, it comes
-from rebuilt_sum.py.
+from recomputed_sum.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def place_of(x: Tensor) -> int:
 
 
 @contextmanager
-def rebuilt_norm(
+def recomputed_norm(
     y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6, again: Callable[[], Tensor] | None = None,
+    eps: float = 1e-6, recompute_fn: Callable[[], Tensor] | None = None,
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm", samples: Tensor | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Inside, what would be saved of y is rebuilt from x in the backward.
@@ -47,7 +47,7 @@ def rebuilt_norm(
         y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it; where `norm`
             is "rms_norm", `rms_norm(x, weight, eps, out_dtype=y.dtype)`.
         x, weight, bias, eps, samples: its arguments; none may change in place before the backward.
-        again: what `rebuilt_sum(x)` gave: gives x in the backward, so that nobody keeps it.
+        recompute_fn: what `recomputed_sum(x)` gave; x comes from it, and nobody keeps x.
 
     Without effect where the Triton kernels do not run, where no gradient is wanted, inside other
     hooks on saved tensors (a checkpoint computes all again, an offload keeps all elsewhere), and in
@@ -59,7 +59,7 @@ def rebuilt_norm(
     if x.shape[-1] > MAX_C or not use_triton(norm, x, None):
         yield
         return
-    kept = (x if again is None else None, weight, bias)
+    kept = (x if recompute_fn is None else None, weight, bias)
     inputs = tuple(None if t is None else t.detach() for t in kept)
     versions = _versions(inputs)
     dtype, shape, place = y.dtype, y.shape, place_of(y)
@@ -74,11 +74,11 @@ def rebuilt_norm(
             return packed
         if _versions(inputs) != versions:
             raise RuntimeError(
-                "rebuilt_norm: x, weight or bias of a norm changed in place between its "
+                "recomputed_norm: x, weight or bias of a norm changed in place between its "
                 "forward and the backward, which reads them again"
             )
         source, *params = inputs
-        source = source if again is None else again()
+        source = source if recompute_fn is None else recompute_fn()
         return fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

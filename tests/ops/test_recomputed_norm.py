@@ -1,4 +1,4 @@
-"""rebuilt_norm: readers of a LayerNorm keep its input, and every gradient its bits."""
+"""recomputed_norm: readers of a LayerNorm keep its input, and every gradient its bits."""
 
 import gc
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from fastvit_kernels.models.vit import Block, VisionTransformer
 from fastvit_kernels.ops.attention.projected import qkv_attention
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
-from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
+from fastvit_kernels.ops.recomputed_norm import recomputed_norm
 from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
@@ -49,7 +49,7 @@ def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm", sampl
             y, residual = layer_norm_and_input(x, weight, bias, EPS, **options)
         else:
             y, residual = rms_norm_and_input(x, weight, EPS, **options)
-        rebuilt = rebuilt_norm(y, x, weight, bias, EPS, norm=norm, samples=samples)
+        rebuilt = recomputed_norm(y, x, weight, bias, EPS, norm=norm, samples=samples)
         with rebuilt if low else nullcontext():
             out = _branch(name, y, residual, inputs, samples)
     spoil(x)
@@ -60,7 +60,7 @@ def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm", sampl
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 @pytest.mark.parametrize("some", [False, True], ids=["all", "kept samples"])
-def test_rebuilt_norm_keeps_every_bit(name, norm, some):
+def test_recomputed_norm_keeps_every_bit(name, norm, some):
     inputs = _inputs()
     options: dict[str, Any] = dict(norm=norm)
     if some:  # the second of two
@@ -80,7 +80,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_rebuilt_norm_of_a_view_that_is_saved(view):
+def test_recomputed_norm_of_a_view_that_is_saved(view):
     """An op inside may save y turned, in part, or in another shape."""
     inputs = _inputs()
     norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
@@ -88,7 +88,7 @@ def test_rebuilt_norm_of_a_view_that_is_saved(view):
     def gradients(low):
         with backend("triton"):
             y, _ = layer_norm_and_input(inputs["x"], *norm)
-            with rebuilt_norm(y, inputs["x"], *norm) if low else nullcontext():
+            with recomputed_norm(y, inputs["x"], *norm) if low else nullcontext():
                 out = VIEWS[view](y).square()
         upstream = rand(*out.shape, seed=9, grad=False)
         return torch.autograd.grad(out, [inputs["x"], *norm[:2]], upstream)
@@ -97,12 +97,12 @@ def test_rebuilt_norm_of_a_view_that_is_saved(view):
         assert torch.equal(a, b)
 
 
-def test_rebuilt_norm_saves_no_y():
+def test_recomputed_norm_saves_no_y():
     inputs = _inputs()
     norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
     with backend("triton"):
         y, _ = layer_norm_and_input(inputs["x"], *norm)
-        with rebuilt_norm(y, inputs["x"], *norm):
+        with recomputed_norm(y, inputs["x"], *norm):
             out = mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None)
         reference = StorageWeakRef(y.untyped_storage())
         assert not reference.expired()
@@ -114,7 +114,7 @@ def test_rebuilt_norm_saves_no_y():
 
 
 @pytest.mark.parametrize("name", ["x", "norm_weight", "norm_bias"])
-def test_rebuilt_norm_refuses_an_input_that_has_changed(name):
+def test_recomputed_norm_refuses_an_input_that_has_changed(name):
     inputs = _inputs()
 
     def spoil(x):
@@ -124,13 +124,13 @@ def test_rebuilt_norm_refuses_an_input_that_has_changed(name):
         _gradients("mlp", inputs, low=True, spoil=spoil)
 
 
-def test_rebuilt_norm_without_gradients_or_kernels():
+def test_recomputed_norm_without_gradients_or_kernels():
     inputs = _inputs()
     norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
     for context in (torch.no_grad(), backend("torch")):
         with context:
             y, x = layer_norm_and_input(inputs["x"], *norm)
-            with rebuilt_norm(y, inputs["x"], *norm):
+            with recomputed_norm(y, inputs["x"], *norm):
                 out = mlp(y, inputs["fc1_weight"], None, inputs["fc2_weight"], None, residual=x)
     torch.autograd.grad(out, inputs["fc1_weight"], torch.ones_like(out))
 

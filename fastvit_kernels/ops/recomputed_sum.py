@@ -2,7 +2,7 @@
 
     y, first = layer_norm_and_input(first, ...)
     x = linear(branch(y), weight, bias, residual=first)
-    with rebuilt_sum(x) as again:
+    with recomputed_sum(x) as recompute_fn:
         y, x = layer_norm_and_input(x, ...)
 
 The second norm saves no x: its backward runs the linear's forward kernel again, on what that layer
@@ -24,7 +24,7 @@ from ..runtime.compat import node_class
 from .linear.functions import LinearFunction
 from .linear.launch import linear_fwd
 from .norm.functions import NormAndInputFunction
-from .rebuilt_norm import is_hooked, place_of
+from .recomputed_norm import is_hooked, place_of
 
 _Norm, _Linear = node_class(NormAndInputFunction), node_class(LinearFunction)
 
@@ -44,7 +44,7 @@ def _norm_before(layer: Any) -> Any:
     return None if getattr(before, "is_rebuilt", False) else norm
 
 
-class _Again:
+class _Recomputed:
     """x once more. Whoever asks first makes it, and leaves it for the norm's backward."""
 
     def __init__(self, x: Tensor, layer: Any, norm: Any):
@@ -73,10 +73,10 @@ class _Again:
 
 
 @contextmanager
-def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
+def recomputed_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
     """Inside, what would be saved of x is made again in the backward.
 
-    Yields: what gives x there, for `rebuilt_norm`; None where x is saved as ever: where it is no
+    Yields: what gives x there, for `recomputed_norm`; None where x is saved as ever: where it is no
     sum of a `linear` no wider than its output and of what a `layer_norm_and_input` handed on,
     inside other hooks on saved tensors, and in torch.compile, whose partitioner decides.
     """
@@ -88,15 +88,15 @@ def rebuilt_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
     if norm is None:
         yield None
         return
-    again, place, shape, dtype = _Again(x, layer, norm), place_of(x), x.shape, x.dtype
+    recomputed, place, shape, dtype = _Recomputed(x, layer, norm), place_of(x), x.shape, x.dtype
     layer.is_rebuilt = True
 
     def pack(saved: Tensor) -> Any:
         is_x = place_of(saved) == place and saved.shape == shape and saved.dtype == dtype
-        return again if is_x and saved.is_contiguous() else saved  # x.mT may have x's shape
+        return recomputed if is_x and saved.is_contiguous() else saved  # x.mT may have x's shape
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed.take()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield again.read
+        yield recomputed.read

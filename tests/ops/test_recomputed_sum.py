@@ -1,4 +1,4 @@
-"""rebuilt_sum: a LayerNorm's input, made again by the linear layer before it, bit for bit."""
+"""recomputed_sum: a LayerNorm's input, made again by the linear layer before it, bit for bit."""
 
 import gc
 from contextlib import nullcontext
@@ -9,12 +9,12 @@ from numerics import DEVICE, rand
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit_kernels.models.vit import VisionTransformer
-from fastvit_kernels.ops import rebuilt_sum as module
+from fastvit_kernels.ops import recomputed_sum as module
 from fastvit_kernels.ops.linear.functions import linear
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input
-from fastvit_kernels.ops.rebuilt_norm import rebuilt_norm
-from fastvit_kernels.ops.rebuilt_sum import rebuilt_sum
+from fastvit_kernels.ops.recomputed_norm import recomputed_norm
+from fastvit_kernels.ops.recomputed_sum import recomputed_sum
 from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
@@ -47,9 +47,9 @@ def _gradients(inputs, low, scaled=True, spoil=None):
             layer_scale=p["gamma"] if scaled else None,
         )  # fmt: skip
         if low:
-            with rebuilt_sum(x) as again:
+            with recomputed_sum(x) as again:
                 y, same = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
-            kept = rebuilt_norm(y, x, p["norm2"], again=again)
+            kept = recomputed_norm(y, x, p["norm2"], recompute_fn=again)
         else:
             y, same = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
             kept = torch.enable_grad()
@@ -69,7 +69,7 @@ def _gradients(inputs, low, scaled=True, spoil=None):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
-def test_rebuilt_sum_keeps_every_bit(scaled, bias, made):
+def test_recomputed_sum_keeps_every_bit(scaled, bias, made):
     inputs = {n: x for n, x in _inputs().items() if bias or n != "bias"}
     wanted, default_keeps = _gradients(inputs, False, scaled)
     got, low_keeps = _gradients(inputs, True, scaled)
@@ -78,7 +78,7 @@ def test_rebuilt_sum_keeps_every_bit(scaled, bias, made):
     assert len(made) == 1  # for the norm's output and for the norm's backward together
 
 
-def test_rebuilt_sum_refuses_an_input_that_has_changed():
+def test_recomputed_sum_refuses_an_input_that_has_changed():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         _gradients(_inputs(), True, spoil=lambda first: first.detach().zero_())
 
@@ -104,7 +104,7 @@ def test_a_model_of_low_memory_makes_one_sum_a_block(made):
     assert all(torch.equal(a, b) for a, b in zip(low, default, strict=True))
 
 
-def test_rebuilt_sum_is_no_chain(made):
+def test_recomputed_sum_is_no_chain(made):
     """A sum whose residual is itself made again is kept: else each would make all before it."""
     p = _inputs()
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
@@ -112,7 +112,7 @@ def test_rebuilt_sum_is_no_chain(made):
         found = []
         for _ in range(4):
             x = linear(y, p["proj"], p["bias"], residual=x)
-            with rebuilt_sum(x) as again:
+            with recomputed_sum(x) as again:
                 y, x = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)
             found.append(again is not None)
         assert found == [True, False, True, False]
@@ -120,7 +120,7 @@ def test_rebuilt_sum_is_no_chain(made):
     assert len(made) == 2
 
 
-def test_rebuilt_sum_of_a_view_that_is_saved():
+def test_recomputed_sum_of_a_view_that_is_saved():
     """Turned, it has the sum's shape where there are as many tokens as columns."""
     p = _inputs() | {"x": rand(B, C, C)}
     names = ("x", "norm1", "proj", "bias")
@@ -129,7 +129,7 @@ def test_rebuilt_sum_of_a_view_that_is_saved():
         with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
             y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
             x = linear(y, p["proj"], p["bias"], residual=first)
-            with rebuilt_sum(x) if low else nullcontext() as again:
+            with recomputed_sum(x) if low else nullcontext() as again:
                 out = x.mT.square() + x.flatten(1).square().view_as(x)
             assert low == (again is not None)
         upstream = rand(*out.shape, seed=9, grad=False)
@@ -139,7 +139,7 @@ def test_rebuilt_sum_of_a_view_that_is_saved():
         assert torch.equal(a, b)
 
 
-def test_rebuilt_sum_leaves_other_inputs_alone():
+def test_recomputed_sum_leaves_other_inputs_alone():
     p = _inputs()
     with backend("triton"):
         y, first = layer_norm_and_input(p["x"], p["norm1"])
@@ -155,5 +155,5 @@ def test_rebuilt_sum_leaves_other_inputs_alone():
             linear(wide, weight, layer_scale=p["gamma"], residual=first),
         )
         for x in sums:
-            with rebuilt_sum(x) as again:
+            with recomputed_sum(x) as again:
                 assert again is None
