@@ -99,7 +99,7 @@ def test_the_package_works_where_triton_is_missing():
 
 def test_the_environment_variable_is_read(monkeypatch):
     monkeypatch.setenv("FASTVIT_KERNELS_BACKEND", "tpu")
-    program = "import fastvit_kernels"
+    program = "from fastvit_kernels import linear"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "backend must be one of" in done.stderr
 
