@@ -95,7 +95,9 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     ]  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
+_kernels: dict[int, Any] = {}  # all that were bound: Triton hashes a kernel by its source
+
+
 def bind_launch(
     kernel: Any, grid: tuple[int, ...], *sizes: Any, **options: Any
 ) -> Callable[..., None]:
@@ -111,6 +113,13 @@ def bind_launch(
         sizes: the arguments just before the constexprs.
         options: all constexprs by name, num_warps and the like.
     """
+    _kernels[id(kernel)] = kernel
+    return _bound(id(kernel), grid, *sizes, **options)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _bound(number: int, grid: tuple[int, ...], *sizes: Any, **options: Any) -> Callable[..., None]:
+    kernel = _kernels[number]
     constexprs = [name for name in kernel.arg_names if name in options]
     assert constexprs == kernel.arg_names[-len(constexprs) :]
     last = (*sizes, *(options.pop(name) for name in constexprs))

@@ -559,7 +559,7 @@ REDUCTION = [
         "B M num_rows", "B num_rows", only=("tools/test_aot.py",),
     ),
     Fault(
-        "bound-out-of-order", "runtime/triton.py", "bind_launch",
+        "bound-out-of-order", "runtime/triton.py", "_bound",
         "constexprs bound in the order of the alphabet",
         "for name in constexprs)", "for name in sorted(constexprs))",
     ),
