@@ -57,8 +57,8 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
 def needs_interpreter(arguments: argparse.Namespace) -> bool:
     """Whether this command must start again with TRITON_INTERPRET=1.
 
-    Triton reads the variable when it decorates the kernels, and they are decorated already: the
-    package is imported before `main` can run. A value that the user has set is left alone.
+    Triton reads the variable when it decorates the kernels, BLAS its own when torch is imported,
+    which is before `main` can run. A value that the user has set is left alone.
     """
     on_gpu = torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu"
     wanted = arguments.command in RUN_KERNELS and HAS_TRITON and not on_gpu
