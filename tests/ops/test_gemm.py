@@ -246,7 +246,10 @@ def test_gemm_candidates_fit_shared_memory(table, limit):
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_TABLE.choose
-    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == TMA_PAIR
+    in_roles, pair = (IN_ROLES, IN_ROLES) if has_gluon() else (TMA_TILE, TMA_PAIR)
+    assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == pair
+    assert choose(on["sm_90"], 65536, 768, 768, "bf16") == TMA_PAIR
+    assert choose(on["sm_90"], 65536, 2000, 768, "bf16") == TMA_PAIR  # part of a tile
     assert choose(on["sm_90"], 65536, 768, 3072, "bf16") == WIDE_TMA
     assert choose(on["sm_90"], 16384, 768, 3072, "bf16") == LIBRARY  # too few for wide tiles
     assert choose(on["sm_90"], 65536, 768, 4096, "bf16") == LIBRARY
@@ -256,7 +259,6 @@ def test_gemm_defaults():
     assert choose(on["sm_80"], 65536, 768, 3072, "bf16") == LIBRARY
     assert choose(on["sm_80"], 65536, 768, 1000, "bf16") == LIBRARY  # no multiple of BLOCK_K
     assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == TMA_PAIR
-    in_roles = IN_ROLES if has_gluon() else TMA_TILE
     for N, K in ((768, 192), (3072, 768), (4096, 1024)):
         assert HIDDEN_TABLE.choose(on["sm_90"], 65536, N, K, "bf16") == in_roles
     assert HIDDEN_TABLE.choose(on["sm_90"], 4096, 768, 192, "bf16") == TMA_TILE  # few tiles

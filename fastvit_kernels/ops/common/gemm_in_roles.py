@@ -1,19 +1,23 @@
 """A GEMM with an epilogue for Hopper, in Gluon: warps with roles, so that products do not wait.
 
 In plain Triton the products of a tile wait for the epilogue of the one before. Here a program has
-four groups of warps. One warp, `_load`, fetches tiles of both operands by TMA into a ring. Two
-groups of four, `_multiply`, multiply 64 rows each of a tile of 128 x 256 and leave the sums, in the
-operands' dtype, in shared memory. A last group of four, `_finish`, makes of them what is written.
+groups of warps. One warp, `_load`, fetches tiles of both operands by TMA into a ring. Two groups of
+four, `_multiply`, multiply 64 rows each of a tile of 128 x 256 and leave the sums, in the operands'
+dtype, in shared memory. A last group of four, `_finish`, makes of them what is written.
 
     full[slot]      the ring's slot has landed            the loader expects its bytes
     empty[slot]     its products are done                 both groups arrive
     staged[part]    64 x 64 sums are there
     free[part]      they have been read
+    landed[half]    64 x 64 of z are there                `_load_z` expects their bytes
+    read[half]      they have been read
 
 The kernel is that of `linear` where `more` is the residual and `other` saves z, and that of `mlp`'s
-hidden gradient where HIDDEN: then `more` is z, `other` takes act(z), and partial the column sums of
-dz, a row for each 64. fp32 accumulators; each element is summed over K in order. The sum, with the
-bias, is rounded once to the operands' dtype, as the library rounds it, before the epilogue.
+hidden gradient where HIDDEN: then `more` is z, which one more warp, `_load_z`, fetches ahead (those
+who finish would wait for it a third of their time), `other` takes act(z), and partial the sums of
+dz over a tile's rows, which threads exchange once for two steps. fp32 accumulators; each element is
+summed over K in order. The sum, with the bias, is rounded once to the operands' dtype, as the
+library rounds it, before the epilogue.
 
 Gluon has no interpreter: tests/machine/device runs the PTX.
 """
@@ -39,14 +43,14 @@ from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
 GROUP = constant(GROUP_M)
 ROWS = constant(64)  # of a tile that a group multiplies
 COLUMNS = constant(64)  # that are finished at once
-REGISTERS = constant((160, 160, 24))  # of the second multipliers, of those who finish, the loader
+REGISTERS = constant((160, 160, 24, 24))  # second multipliers, those who finish, both loaders
 
 
 @gluon.jit
 def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr):
     """Fetch the operands of each tile in turn, as slots of the ring are free."""
-    x_tiles, weight_tiles, _ = tiles
-    full, empty, _, _ = barriers
+    x_tiles, weight_tiles, _, _ = tiles
+    full, empty, _, _, _, _ = barriers
     M, N, K = sizes
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
@@ -98,8 +102,8 @@ def _multiply(
     GROUP_OF: gl.constexpr,
 ):  # fmt: skip
     """The products of the group's rows of each tile."""
-    x_tiles, weight_tiles, sums = tiles
-    full, empty, staged, free = barriers
+    x_tiles, weight_tiles, sums, _ = tiles
+    full, empty, staged, free, _, _ = barriers
     M, N, K = sizes
     BLOCK_K: gl.constexpr = x_tiles.shape[2]
     PARTS: gl.constexpr = sums.shape[0] // 2
@@ -109,7 +113,7 @@ def _multiply(
     phase = 0
     num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        _, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
+        pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)[1]
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
         for k in range(gl.cdiv(K, BLOCK_K)):
             slot = step % STAGES
@@ -130,48 +134,88 @@ def _multiply(
 
 
 @gluon.jit
+def _load_z(z, tiles, barriers, sizes, HIDDEN: gl.constexpr):
+    """Fetch z for each step of `_finish`, two ahead."""
+    if HIDDEN:
+        _, _, sums, beside = tiles
+        _, _, _, _, landed, read = barriers
+        M, N, _ = sizes
+        PARTS: gl.constexpr = sums.shape[0] // 2
+        phase = 0
+        num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, PARTS * COLUMNS)
+        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+            pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, PARTS * COLUMNS, GROUP)
+            for part in range(PARTS):
+                for half in gl.static_range(2):
+                    mbarrier.wait(read.index(half), phase ^ 1)
+                    ready = landed.index(half)
+                    mbarrier.expect(ready, z.block_type.nbytes)
+                    at = [(2 * pid_m + half) * ROWS, (pid_n * PARTS + part) * COLUMNS]
+                    fetch(z, at, ready, beside.index(half))
+                phase ^= 1
+
+
+@gluon.jit
+def _sum_own(y):
+    """Sums over the rows that a thread has, which are 16 apart."""
+    return gl.sum(gl.reshape(y, (ROWS // 16, 16, COLUMNS)), axis=0)
+
+
+@gluon.jit
 def _finish(
-    out_ptr, other_ptr, more_ptr, pointers, tiles, barriers, sizes, stride_more, rows_per_sample,
-    ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr,
-):  # fmt: skip
-    """From the sums of each tile, 64 x 64 of them at once, to what is written."""
-    _, _, sums = tiles
-    _, _, staged, free = barriers
-    layer_scale_ptr, row_scale_ptr, partial_ptr = pointers
+    pointers, tiles, barriers, sizes, strides, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr
+):
+    """From the sums of each tile to what is written, 64 x 64 of them at once."""
+    out_ptr, other_ptr, partial_ptr, residual_ptr, layer_scale_ptr, row_scale_ptr = pointers
+    _, _, sums, beside = tiles
+    _, _, staged, free, landed, read = barriers
     M, N, _ = sizes
+    stride_residual, rows_per_sample = strides
     PARTS: gl.constexpr = sums.shape[0] // 2
-    BLOCK_N: gl.constexpr = PARTS * COLUMNS
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     offs_r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     offs_c = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    if partial_ptr is not None:
+        dsums = _sum_own(gl.zeros((ROWS, COLUMNS), gl.float32, layout))
     phase = 0
-    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
+    z_phase = 0
+    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, PARTS * COLUMNS)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
-        for part in range(2 * PARTS):
-            rows = 2 * pid_m + part // PARTS
-            offs_m = rows * ROWS + offs_r
-            offs_n = pid_n * BLOCK_N + part % PARTS * COLUMNS + offs_c
+        pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, PARTS * COLUMNS, GROUP)
+        for step in range(2 * PARTS):
+            half = step % 2
+            offs_m = (2 * pid_m + half) * ROWS + offs_r
+            offs_n = (pid_n * PARTS + step // 2) * COLUMNS + offs_c
             mask_m, mask_n = offs_m < M, offs_n < N
             mask = mask_m[:, None] & mask_n[None, :]
             offs = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
-            if more_ptr is not None:
-                offs_more = offs_m.to(gl.int64)[:, None] * stride_more + offs_n[None, :]
-                given = gl.load(more_ptr + offs_more, mask=mask, other=0.0)
+            if HIDDEN:
+                mbarrier.wait(landed.index(half), z_phase)
+                z = beside.index(half).load(layout).to(gl.float32)
+                mbarrier.arrive(read.index(half), count=1)
+                z_phase ^= half
+                act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
+                if other_ptr is not None:
+                    gl.store(other_ptr + offs, act.to(dtype), mask=mask)
+            elif residual_ptr is not None:
+                offs_residual = offs_m.to(gl.int64)[:, None] * stride_residual + offs_n[None, :]
+                residual = gl.load(residual_ptr + offs_residual, mask=mask, other=0.0)
+            part = half * PARTS + step // 2
             mbarrier.wait(staged.index(part), phase)
             low = sums.index(part).load(layout)
             mbarrier.arrive(free.index(part), count=1)
             y = low.to(gl.float32)
             if HIDDEN:
-                z = given.to(gl.float32)
-                act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
-                if other_ptr is not None:
-                    gl.store(other_ptr + offs, act.to(dtype), mask=mask)
                 y *= derivative
                 if partial_ptr is not None:
-                    partial_ptrs = partial_ptr + rows.to(gl.int64) * N + offs_n
-                    gl.store(partial_ptrs, gl.sum(y, axis=0), mask=mask_n)
+                    if half == 0:
+                        dsums = _sum_own(y)
+                    else:
+                        dsum = gl.sum(dsums + _sum_own(y), axis=0)
+                        dsum = gl.convert_layout(dsum, gl.SliceLayout(0, layout))
+                        partial_ptrs = partial_ptr + pid_m.to(gl.int64) * N + offs_n
+                        gl.store(partial_ptrs, dsum, mask=mask_n)
             else:
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, low, mask=mask)
@@ -182,8 +226,8 @@ def _finish(
                 if row_scale_ptr is not None:
                     scale = gl.load(row_scale_ptr + offs_m // rows_per_sample, mask=mask_m, other=0)
                     y *= scale.to(gl.float32)[:, None]
-                if more_ptr is not None:
-                    y += given.to(gl.float32)
+                if residual_ptr is not None:
+                    y += residual.to(gl.float32)
             gl.store(out_ptr + offs, y.to(dtype), mask=mask)
         phase ^= 1
 
@@ -206,32 +250,35 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(**ANY_BATCH)
 def _gemm_in_roles_kernel(
-    out_ptr, other_ptr, partial_ptr, x, weight, more_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr,
+    out_ptr, other_ptr, partial_ptr, x, weight, more, bias_ptr, layer_scale_ptr, row_scale_ptr,
     M, N, K, stride_more, rows_per_sample,
     B_K_LAST: gl.constexpr, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     sizes = M, N, K
-    pointers = layer_scale_ptr, row_scale_ptr, partial_ptr
+    strides = stride_more, rows_per_sample
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
     bits: gl.constexpr = x.dtype.primitive_bitwidth
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
     PARTS: gl.constexpr = BLOCK_N // COLUMNS
     sums = gl.allocate_shared_memory(x.dtype, [2 * PARTS, ROWS, COLUMNS], swizzled)
-    tiles = _buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums
     staged, free = _barriers(2 * PARTS, 1), _barriers(2 * PARTS, 1)
-    barriers = _barriers(STAGES, 1), _barriers(STAGES, 2), staged, free
+    full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    residual_ptr, beside = more, None
+    if HIDDEN:
+        residual_ptr, beside = None, _buffers(more, 2)
+    pointers = out_ptr, other_ptr, partial_ptr, residual_ptr, layer_scale_ptr, row_scale_ptr
+    tiles = _buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside
+    barriers = full, empty, staged, free, _barriers(2, 1), _barriers(2, 1)
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
             (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0)),
             (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1)),
-            (_finish, (
-                out_ptr, other_ptr, more_ptr, pointers, tiles, barriers, sizes, stride_more,
-                rows_per_sample, ACTIVATION, HIDDEN,
-            )),
+            (_finish, (pointers, tiles, barriers, sizes, strides, ACTIVATION, HIDDEN)),
             (_load, (x, weight, tiles, barriers, sizes, B_K_LAST, STAGES)),
+            (_load_z, (more, tiles, barriers, sizes, HIDDEN)),
         ],
-        [4, 4, 1],
+        [4, 4, 1, 1],
         REGISTERS,
     )  # fmt: skip
 
@@ -245,9 +292,9 @@ def launch_in_roles(
 
     Args:
         out: (..., N) contiguous, M rows; so is other, where it is not None.
-        partial: (twice the tiles of rows, N) fp32, or None.
+        partial: (tiles of rows, N) fp32, or None.
         a, b: (M, K), and (N, K) or (K, N) as the plan says.
-        more: (..., N), rows `stride_more` apart, or None.
+        more: (..., N), rows `stride_more` apart, or None; z begins at a multiple of 16 bytes.
         bias, layer_scale: (N,); row_scale: (B,); each may be None.
     """
     options, (M, K), N = plan.options, a.shape, out.shape[-1]
@@ -260,6 +307,9 @@ def launch_in_roles(
         )  # fmt: skip
     block_k, block_n = options["BLOCK_K"], options["BLOCK_N"]
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
+    if hidden:
+        assert more is not None
+        more = tensor_map(more, (M, N), (stride_more, 1), (ROWS.value, COLUMNS.value))
     launch(
         out, other, partial, tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
         tensor_map(b, rows, (max(b.stride()), 1), block), more, bias, layer_scale, row_scale,

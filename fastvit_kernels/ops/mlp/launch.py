@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import empty_gradients
+from ...runtime.arguments import empty_gradients, is_aligned
 from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ...runtime.triton import triton
@@ -42,13 +42,13 @@ def _hidden_gradient(
         dact = gemm.matmul(a, b)
         return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
     dz = torch.empty_like(z)
-    in_roles = plan.config.route == "gluon"  # which sums 64 rows at once
-    partial_shape = (triton.cdiv(M, plan.config.block_m) << in_roles, F if sum_dz else 0)
+    partial_shape = (triton.cdiv(M, plan.config.block_m), F if sum_dz else 0)
     partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
-    if in_roles:
+    if plan.config.route == "gluon":
         from ..common.gemm_in_roles import launch_in_roles
 
         sums = partial if sum_dz else None
+        z = z if is_aligned(z) else z.clone()  # it comes by TMA
         launch_in_roles(
             plan, dz, act, sums, a, b, z, None, None, None, F, 1, activation, hidden=True
         )

@@ -26,6 +26,11 @@ B, T, C, N = 4, 65, 200, 392  # six tiles of 128 x 256, the last of each axis in
 x, weight, bias = rand(B, T, C), rand(N, C), rand(N)  # wide: erf takes both its branches
 residual, layer_scale = rand(B, T, 2 * N).detach()[..., :N].requires_grad_(), rand(N)
 row_scale = torch.tensor([0.0, 1.25, 2.0, 1.0])
+def off_16(saved):  # z at an address that TMA cannot take, as a hook may bring it back
+    if saved.shape != (B, T, N):
+        return saved
+    return torch.empty(saved.numel() + 1, dtype=dtype)[1:].view(B, T, N).copy_(saved)
+
 plain = dict(x=x, weight=weight)
 fc2 = dict(fc2_weight=rand(C, N, scale=N**-0.5), fc2_bias=rand(C), residual=rand(B, T, C))
 mlp = dict(x=x, fc1_weight=weight, fc1_bias=bias, **fc2)
@@ -58,6 +63,8 @@ with ExitStack() as stack:
     stack.enter_context(forced("linear_fwd", IN_ROLES))
     stack.enter_context(forced("mlp_bwd_hidden", IN_ROLES))
     stack.enter_context(poisoned())
+    if what == "mlp, rebuilt":
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, off_16))
     for _ in range(2):
         outputs, grads = reference.run(function)
         found.append([*outputs, *grads.values()])
