@@ -9,7 +9,6 @@ from numerics import DEVICE, assert_accurate, dtype_id, rand
 
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
-    BLACKWELL_WS,
     FLAT,
     FWD_TABLE,
     HIDDEN_TABLE,
@@ -170,7 +169,7 @@ def test_gemm_of_the_library_where_an_address_is_off_16_bytes():
 def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
     """No pointers take the place of descriptors: on sm_90 wgmma would race with cp.async."""
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
-    for config in (LIBRARY, TMA_PAIR, WIDE_TMA, BLACKWELL_WS):
+    for config in (LIBRARY, TMA_PAIR, WIDE_TMA):
         assert gemm.tile_plan(config, x, weight, transposed=True) is None
     monkeypatch.setattr(linear_launch, "tile_launch", None)
     with forced("linear_fwd", TMA_PAIR):

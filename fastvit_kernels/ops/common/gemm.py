@@ -137,7 +137,7 @@ def _tile_plan(
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     options = dict(
         PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
-        FLATTEN=config.flatten, WARP_SPECIALIZE=config.warp_specialize, SUBTILES=config.subtiles,
+        FLATTEN=config.flatten, SUBTILES=config.subtiles,
         EVEN_N=N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
         INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,

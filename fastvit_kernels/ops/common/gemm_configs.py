@@ -17,7 +17,7 @@ import torch
 from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
-from ...runtime.triton import VERSION, has_gluon
+from ...runtime.triton import has_gluon
 
 
 class GemmConfig(NamedTuple):
@@ -33,7 +33,6 @@ class GemmConfig(NamedTuple):
     subtiles: int = 1  # parts in which the epilogue takes the columns of a tile
     descriptors: bool = False  # operands come by TMA
     flatten: bool = False  # one loop over tiles and K: the next tile's loads pass this epilogue
-    warp_specialize: bool = False
     max_registers: int = 0  # a thread may take; 0: as many as the compiler likes
 
     def shared(self, itemsize: int) -> int:
@@ -70,9 +69,6 @@ WIDE_TMA = GemmConfig(
 IN_ROLES = GemmConfig("gluon", 128, 256, 32, 4, 6, programs_per_sm=1, descriptors=True)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
-# Roles of warps by triton itself. On sm_90 it initialises mbarriers over an operand's stage without
-# a proxy fence.
-BLACKWELL_WS = WIDE_TMA._replace(num_stages=3, flatten=True, warp_specialize=True)
 
 SHARED_BY_BOTH = (
     LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, TILE_64K, TILE_FP32, SMALL_FP32,
@@ -172,13 +168,10 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
         return False
     if config == TILE_64K and not gpu.arch.startswith("gfx"):
         return False
-    if config.warp_specialize and (gpu.arch != "sm_100" or VERSION >= (3, 9)):
-        return False  # triton 3.9 leaves its groups too few registers to compile
     return config.shared(itemsize) <= gpu.shared_limit
 
 
-FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR, BLACKWELL_WS), _default, _fits)
-# Triton 3.6 does not compile its sums over rows where the loop is warp-specialised.
+FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR), _default, _fits)
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
 
 

@@ -50,7 +50,7 @@ def _linear_fwd_kernel(
     HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr, PERSISTENT: tl.constexpr,
     DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr, FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr, EVEN_N: tl.constexpr,
+    SUBTILES: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _linear_fwd_kernel(
     first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
     if PERSISTENT:
         last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+    for tile in tl.range(first, last, step, flatten=FLATTEN):
         pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         z = tile_product(
             x, weight, pid_m, pid_n, M, N, K,

@@ -49,7 +49,7 @@ def _mlp_bwd_hidden_kernel(
     M, F, N, stride_d_m, stride_d_n, stride_weight_n, stride_weight_f,
     ACTIVATION: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
     PERSISTENT: tl.constexpr, DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
-    FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr, SUBTILES: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _mlp_bwd_hidden_kernel(
     first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
     if PERSISTENT:
         last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N), tl.num_programs(0)
-    for tile in tl.range(first, last, step, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
+    for tile in tl.range(first, last, step, flatten=FLATTEN):
         pid_m, pid_f = grouped_tile(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
         dact = tile_product(
             d, weight, pid_m, pid_f, M, F, N,

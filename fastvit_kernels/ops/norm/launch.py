@@ -23,7 +23,7 @@ from ...runtime.arguments import (
 )
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
-from ...runtime.operator import operator
+from ...runtime.operator import Operator, operator
 from ...runtime.triton import bind_launch, triton
 from ..common.reduction import column_sum
 from ..common.rows import block_width, bwd_programs, bwd_stages, norm_tables
@@ -107,28 +107,6 @@ def _empty_fwd(
     shape = kept_shape(x, samples)
     stats_shape = _stats_shape(center, shape, save_stats)
     return x.new_empty(shape, dtype=out_dtype), x.new_empty(stats_shape, dtype=torch.float32)
-
-
-@operator(fake=functools.partial(_empty_fwd, True))
-def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(..., C) -> y (..., C) in out_dtype, stats (2, ...) fp32: mean, rstd; empty if not saved.
-
-    Both of the samples of x that `samples` keeps, where it is given; y with the residual added.
-    """
-    return _launch_fwd(True, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
-
-
-@operator(fake=functools.partial(_empty_fwd, False))
-def rms_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-    save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_fwd`, without a bias: y, and rstd (...) fp32."""
-    assert bias is None
-    return _launch_fwd(False, x, weight, None, eps, out_dtype, save_stats, samples, residual)
 
 
 class BwdPlan(NamedTuple):
@@ -226,57 +204,49 @@ def _empty_bwd(
     return x.new_empty(x.shape), x.new_empty(sums, dtype=sum_dtype), d
 
 
-@operator(
-    fake=lambda x, param_dtype, needs_dparams: _empty_bwd(True, x, param_dtype, needs_dparams)[:2]
-)
-def layer_norm_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients: dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, or (0, C)."""
-    return _launch_bwd(
-        True, dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
-    )[:2]  # fmt: skip
+def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
+    """Of LayerNorm or of RMSNorm, which has no bias: forward, backward, and the backward that gives
+    besides what the linear layer reads that gave x."""
+
+    def fwd(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
+        save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(..., C) -> y (..., C) in out_dtype; fp32 mean and rstd (2, ...) of LayerNorm, rstd (...)
+        of RMSNorm, empty if not saved. Of the samples of x that `samples` keeps, where it is given;
+        y with the residual added."""
+        return _launch_fwd(center, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
+
+    def bwd(
+        dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+        param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, of RMSNorm dweight
+        alone, or (0, C)."""
+        given = dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
+        return _launch_bwd(center, *given)[:2]
+
+    def rows_bwd(
+        dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
+        sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
+        row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
+        d = row_scale * dx (..., C) in d_dtype, None where that is None."""
+        return _launch_bwd(
+            center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
+            row_scale, needs_g,
+        )  # fmt: skip
+
+    def empty_bwd(x: Tensor, param_dtype: torch.dtype, needs_dparams: bool) -> Any:
+        return _empty_bwd(center, x, param_dtype, needs_dparams)[:2]
+
+    for launcher in (fwd, bwd, rows_bwd):
+        launcher.__name__ = f"{'layer' if center else 'rms'}_norm_{launcher.__name__}"
+    rows = operator(fake=functools.partial(_empty_bwd, center))(rows_bwd)
+    forward = operator(fake=functools.partial(_empty_fwd, center))(fwd)
+    return forward, operator(fake=empty_bwd)(bwd), rows
 
 
-@operator(
-    fake=lambda x, param_dtype, needs_dparams: _empty_bwd(False, x, param_dtype, needs_dparams)[:2]
-)
-def rms_norm_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients: dx (..., C) in x.dtype; dweight (1, C) in param_dtype, or (0, C)."""
-    return _launch_bwd(
-        False, dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
-    )[:2]  # fmt: skip
-
-
-@operator(fake=functools.partial(_empty_bwd, True))
-def layer_norm_rows_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`layer_norm_bwd`, and what the linear layer reads that gave x.
-
-    Returns: dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
-        d = row_scale * dx (..., C) in d_dtype, None where that is None.
-    """
-    return _launch_bwd(
-        True, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
-        row_scale, needs_g,
-    )  # fmt: skip
-
-
-@operator(fake=functools.partial(_empty_bwd, False))
-def rms_norm_rows_bwd(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-    sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-    row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `layer_norm_rows_bwd`, without dbias."""
-    return _launch_bwd(
-        False, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
-        row_scale, needs_g,
-    )  # fmt: skip
+layer_norm_fwd, layer_norm_bwd, layer_norm_rows_bwd = _operators(center=True)
+rms_norm_fwd, rms_norm_bwd, rms_norm_rows_bwd = _operators(center=False)

@@ -274,8 +274,7 @@ class Fused:
 
 
 class Unfused(Fused):
-    """Mixin of a class whose forward stays the host's, so that a table's row needs no proof: others
-    take its parts."""
+    """Mixin of a class whose forward stays the host's, so a row needs no proof: it lends parts."""
 
     def fused_verdict(self) -> str | None:
         return super().fused_verdict() if self.fused_searched else None
@@ -315,7 +314,8 @@ def part(module: Any, name: str, *default: Any) -> Any:
     *path, last = name.split(".")
     for step in path:
         module = module._modules[step]
-    return module._modules[last] if last in module._modules else getattr(module, last, *default)
+    own = {} if is_dynamo_compiling() else module._modules  # in a graph the look costs a guard
+    return own[last] if last in own else getattr(module, last, *default)
 
 
 def is_dense(x: object) -> bool:

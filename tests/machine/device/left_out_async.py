@@ -39,23 +39,26 @@ def longer() -> list[tuple[str, Recorded]]:
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
     found = [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
-    found += [("linear in roles, K=320", one) for one in _in_roles()]
+    found += zip(("linear in roles, K=320", "hidden gradient in roles"), _in_roles(), strict=True)
     with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", TMA_TILE):
         fk.linear(x, weight, activation="gelu")
     return found + [("linear, K=320", one) for one in machine.recorded or []]
 
 
 def _in_roles() -> list[Recorded]:
-    """Two tiles of one program."""
+    """Of either use, two tiles of one program."""
     x, weight = torch.randn(200, 320).bfloat16(), torch.randn(136, 320).bfloat16()
-    one_sm = Gpu("sm_90", num_sms=1, shared_limit=TARGETS["sm_90"].shared_limit)
+    fc2, one_sm = torch.randn(320, 136).bfloat16(), Gpu("sm_90", 1, TARGETS["sm_90"].shared_limit)
+    bias = torch.randn(136).bfloat16().requires_grad_()
     with (
         ptx_machine("sm_90", recorded=[]) as machine,
         on_absent_gpu(one_sm),
         forced("linear_fwd", IN_ROLES),
     ):
         fk.linear(x, weight.requires_grad_(), activation="gelu")
-    return machine.recorded or []
+        with forced("linear_fwd", TMA_TILE), forced("mlp_bwd_hidden", IN_ROLES):
+            fk.mlp(x, weight, bias, fc2.requires_grad_(), None).sum().backward()
+    return [one for one in machine.recorded or [] if "in_roles" in one.program.name]
 
 
 def _attention(D: int) -> list[Recorded]:
