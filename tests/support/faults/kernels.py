@@ -1366,12 +1366,44 @@ COMPILED = [
     Fault(
         "roles-partial-row", "ops/common/gemm_in_roles.py", "_finish",
         "the column sums of the first 64 rows lost",
-        "rows.to(gl.int64) * N", "pid_m.to(gl.int64) * N",
+        "dsums + _sum_own(y)", "_sum_own(y)",
     ),
     Fault(
         "roles-residual-stride", "ops/common/gemm_in_roles.py", "_finish",
         "rows of a residual as far apart as those of y",
-        "stride_more + offs_n", "N + offs_n",
+        "stride_residual + offs_n", "N + offs_n",
+    ),
+    Fault(
+        "roles-z-early", "ops/common/gemm_in_roles.py", "_finish",
+        "z read before it has landed",
+        "mbarrier.wait(landed.index(half), z_phase)", "pass",
+    ),
+    Fault(
+        "roles-z-late", "ops/common/gemm_in_roles.py", "_load_z",
+        "z overwritten before it is read",
+        "mbarrier.wait(read.index(half), phase ^ 1)", "pass",
+    ),
+    Fault(
+        "roles-z-rows", "ops/common/gemm_in_roles.py", "_load_z",
+        "both halves of a tile get the z of the first",
+        "(2 * pid_m + half) * ROWS", "2 * pid_m * ROWS",
+    ),
+    Fault(
+        "roles-z-unaligned", "ops/mlp/launch.py", "_hidden_gradient",
+        "z at an address that TMA cannot read",
+        "z if is_aligned(z) else z.clone()", "z",
+        only=("machine/device/test_gemm_in_roles.py",),
+    ),
+    Fault(
+        "roles-widening", "ops/common/gemm_configs.py", "_default",
+        "proj takes the tile of fc1",
+        "N > K and _takes_roles", "_takes_roles", only=("ops/test_gemm.py",),
+    ),
+    Fault(
+        "patch-sum-begins", "ops/patch_embed/kernels.py", "_patch_embed_fwd_kernel",
+        "sums in fp32 begin with what is added",
+        "HAS_ADDED and weight_ptr.dtype.element_ty == tl.float32", "False",
+        only=("machine/device/test_kernels.py::test_long_sums_in_fp32",),
     ),
     Fault(
         "turns-passed-on", "ops/attention/forward_pingpong.py", "_chunk",
