@@ -212,9 +212,9 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
         save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """(..., C) -> y (..., C) in out_dtype; fp32 mean and rstd (2, ...) of LayerNorm, rstd (...)
-        of RMSNorm, empty if not saved. Of the samples of x that `samples` keeps, where it is given;
-        y with the residual added."""
+        """Of the samples that `samples` keeps: (..., C) -> y (..., C) in out_dtype, plus residual;
+        fp32 mean and rstd (2, ...) of LayerNorm, rstd (...) of RMSNorm, empty if not saved."""
+        assert center or bias is None
         return _launch_fwd(center, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
 
     def bwd(

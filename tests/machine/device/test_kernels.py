@@ -63,13 +63,13 @@ given = dict(images=torch.randn(1, 3, 128, 128), weight=weight, bias=bias, pos_e
 with ptx_machine("sm_80"):
     (error,) = Reference(patch_embed_ref, given).errors(fk.patch_embed)
 print(error)
-assert error.rms <= 1.5 * error.torch_rms
+assert error.rms <= 7.5e-7  # 4.9e-7; PyTorch's own differs by CPU
 """
 
 
 def test_long_sums_in_fp32():
     """A multiply-add after the other, 768 of them, as a GPU does: the sum of a patch begins at 0.
-    With what is added, as at 16 bits, it rounds 2.3 times as much as PyTorch."""
+    With what is added, as at 16 bits, its error would be 1.16e-6."""
     python("-c", LONG_SUMS)
 
 
