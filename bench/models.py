@@ -175,6 +175,7 @@ WAYS = {
     SEARCH: Way(compile_mode="max-autotune"),
     "swapped-low": Way(swapped=True, options={"memory": "low"}),
     "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
+    "swapped-skip+graph": Way(swapped=True, graph=True, options={"drop_path": "skip"}),
 }
 
 

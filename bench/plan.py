@@ -340,8 +340,8 @@ GOALS = (
     ),
     Goal(
         "ViT-L training step with drop_path 0.4, skipped", "the same without skipping", "1.3x",
-        (_step("ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, "swapped",
-               ours=("swapped-skip",)),),
+        (_step("ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, "swapped", "swapped+",
+               ours=("swapped-skip", "swapped-skip+")),),
     ),
 )  # fmt: skip
 
@@ -476,6 +476,7 @@ def goal_lines(rows: Sequence[Row]) -> list[list[str]]:
 
 DINOV3 = "timm:vit_base_patch16_dinov3"
 GRAPHS = ("swapped", "swapped+graph")
+SKIPS = (*GRAPHS, "swapped-skip", "swapped-skip+graph")
 PLAIN = (BASELINE, EAGER_GRAPH, *GRAPHS, "compile")
 
 
@@ -556,7 +557,7 @@ def targets(parts: Sequence[str] = ()) -> list[Task]:
     every = (BASELINE, *GRAPHS, SEARCH)
     mlp, gated_mlp, rope = compiled()
     found = [
-        attention.pop(197), attention.pop(257), *vit(skips, ("swapped", "swapped-skip"), (), 40.0),
+        attention.pop(197), attention.pop(257), *vit(skips, SKIPS, (), 60.0),
         attention.pop(577), attention.pop(1025), of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
         *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)), *attention.values(),
         *vit(base, ("swapped-low",), ("swapped",), 25.0),

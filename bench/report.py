@@ -246,7 +246,7 @@ COLORS = {
     BASELINE: "#666666", "compile": "#E69F00", SEARCH: "#D55E00", "best peer": "#009E73",
     "ours": "#0072B2", "swapped": "#0072B2", "swapped+graph": "#56B4E9",
     "swapped+compile": "#CC79A7", "eager+graph": "#AAAAAA", "swapped-low": "#009E73",
-    "swapped-skip": "#F0E442",
+    "swapped-skip": "#F0E442", "swapped-skip+graph": "#000000",
 }  # fmt: skip
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 WIDTH, DPI = 9.0, 110  # inches; 990 pixels

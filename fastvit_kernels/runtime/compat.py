@@ -285,14 +285,27 @@ _top_saves_hooks = _find(
     "torch:_C._autograd._top_saved_tensors_default_hooks", gone=lambda _: True, tried=(True,)
 )
 
-
 _pop_saves_hooks = _find("torch:_C._autograd._pop_saved_tensors_default_hooks", gone=None)
 _push_saves_hooks = _find("torch:_C._autograd._push_saved_tensors_default_hooks", gone=None)
 
 
 def saves_are_hooked() -> bool:
-    """Whether somebody else decides what autograd saves."""
+    """Whether somebody decides what autograd saves."""
     return _top_saves_hooks(True) is not None
+
+
+def saves_are_own() -> bool:
+    """Whether hooks of this package alone, if any, see what autograd saves."""
+    pair = _top_saves_hooks(True)
+    if pair is None or pair is True:
+        return pair is None
+    return str(getattr(pair[0], "__module__", "")).startswith(_OWN)
+
+
+_OWN = __name__.partition(".")[0] + "."
+
+# In a backward: whether what was saved for it stays for another one. Gone: it does.
+keeps_saves = _find("torch:_C._autograd._get_current_graph_task_keep_graph", gone=lambda: True)
 
 
 def hooks_on_saves() -> list[Any]:

@@ -81,7 +81,7 @@ def seen(monkeypatch):
         return call
 
     places = {
-        "linear_bwd": (6, 13), "mlp_bwd": (8, 17), "gated_mlp_bwd": (9, 27),
+        "linear_bwd": (6, 13), "mlp_bwd": (8, 18), "gated_mlp_bwd": (9, 27),
         "linear_by_library_bwd": (0, 3),
     }  # fmt: skip
     for name, (row_scale, g) in places.items():

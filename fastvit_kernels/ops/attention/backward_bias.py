@@ -22,14 +22,7 @@ from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.gemm import TMA_ARCHS, input_precision
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
-from .launch import (
-    Problem,
-    dropout_arguments,
-    mask_kind,
-    mask_layout,
-    mask_strides,
-    padded_rows,
-)
+from .launch import Problem, dropout_arguments, mask_kind, mask_layout, mask_strides, padded_rows
 from .samples import Sample, head_rows, row_ptr
 from .tiles import (
     HIDDEN,

@@ -26,16 +26,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...runtime.gluon import (
-    fence,
-    fetch,
-    gl,
-    gluon,
-    mbarrier,
-    multiply,
-    multiply_wait,
-    store_wait,
-)
+from ...runtime.gluon import fence, fetch, gl, gluon, mbarrier, multiply, multiply_wait, store_wait
 from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl
 from .forward_pingpong import TILE, _barriers, _matrix, _pass_out, _tiles, heads_map
 from .tiles import LOG2_E, padded

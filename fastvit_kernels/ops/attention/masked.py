@@ -14,14 +14,7 @@ from torch import Tensor
 from ...runtime.arguments import check_device, check_tensor
 from ...runtime.operator import operator
 from .backward_bias import launch_bias_grad
-from .launch import (
-    empty_dqkv,
-    empty_outputs,
-    fwd_flops,
-    launch_bwd,
-    launch_fwd,
-    readable,
-)
+from .launch import empty_dqkv, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
 
 
 def as_four_axes(mask: Tensor) -> Tensor:

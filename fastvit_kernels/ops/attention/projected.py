@@ -22,21 +22,8 @@ from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, f
 from ...runtime.operator import REGISTERED, Operator, Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
-from .functions import (
-    attention_bwd,
-    attention_fwd,
-    check_scores,
-    draw_seed,
-    unsupported_scale,
-)
-from .launch import (
-    bias_partials,
-    bwd_flops,
-    empty_dqkv,
-    launch_bwd,
-    launch_fwd,
-    readable,
-)
+from .functions import attention_bwd, attention_fwd, check_scores, draw_seed, unsupported_scale
+from .launch import bias_partials, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
 
 
 def qkv_attention_ref(

@@ -29,13 +29,7 @@ from ...runtime.arguments import (
 from ...runtime.compat import FakeTensor
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import differentiable, operator
-from .functions import (
-    AttentionSpec,
-    attention_ref,
-    check_scores,
-    draw_seed,
-    unsupported_scale,
-)
+from .functions import AttentionSpec, attention_ref, check_scores, draw_seed, unsupported_scale
 from .launch import Packing, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 
 MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits

@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import (
-    Layout,
-    as_rows,
-    contiguous,
-    empty_strided,
-    layout,
-    row_stride,
-)
+from ...runtime.arguments import Layout, as_rows, contiguous, empty_strided, layout, row_stride
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
@@ -291,6 +284,7 @@ def backward_epilogue(
     dy: Tensor, z: Tensor | None, activation: str, dtype: torch.dtype,
     layer_scale: Tensor | None = None, row_scale: Tensor | None = None, *,
     act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False, batch: int = 0,
+    dz: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The pass over (M, N) that leads from dy to dz.
 
@@ -301,6 +295,7 @@ def backward_epilogue(
         dtype: of dz.
         act: (M, N) contiguous; act(z) is written into it where it is not None.
         sum_dz, sum_dlayer_scale: which column sums are wanted.
+        dz: dy itself, contiguous and of `dtype`, to be written over; None: memory of its own.
     Returns: dz (M, N), and partials (splits, N or 2 N) fp32 whose column sums are sum_m dz and
         sum_m row_scale * dy * act(z), side by side, of those that are wanted.
     """
@@ -317,7 +312,8 @@ def backward_epilogue(
         gpu(device), M, N, activation, layer_scale is not None, row_scale is not None, some,
         act is not None, sum_dz, sum_dlayer_scale,
     )  # fmt: skip
-    dz = empty_strided(*dz_layout, dtype=dtype, device=device)
+    if dz is None:
+        dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     launch(
         dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),

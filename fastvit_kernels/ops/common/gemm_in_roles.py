@@ -14,10 +14,10 @@ dtype, in shared memory. A last group of four, `_finish`, makes of them what is 
 
 The kernel is that of `linear` where `more` is the residual and `other` saves z, and that of `mlp`'s
 hidden gradient where HIDDEN: then `more` is z, which one more warp, `_load_z`, fetches ahead (those
-who finish would wait for it a third of their time), `other` takes act(z), and partial the sums of
-dz over a tile's rows, which threads exchange once for two steps. fp32 accumulators; each element is
-summed over K in order. The sum, with the bias, is rounded once to the operands' dtype, as the
-library rounds it, before the epilogue.
+who finish would wait for it a third of their time), `other` takes act(z), and partial each warp's
+sums of dz over its rows of a tile (in one row for a tile, through shared memory, they would take a
+fifth of the time). fp32 accumulators; each element is summed over K in order. The sum, with the
+bias, is rounded once to the operands' dtype, as the library rounds it, before the epilogue.
 
 Gluon has no interpreter: tests/machine/device runs the PTX.
 """
@@ -26,16 +26,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...runtime.gluon import (
-    fence,
-    fetch,
-    gl,
-    gluon,
-    mbarrier,
-    multiply,
-    multiply_wait,
-    tensor_map,
-)
+from ...runtime.gluon import fence, fetch, gl, gluon, mbarrier, multiply, multiply_wait, tensor_map
 from ...runtime.triton import ANY_BATCH, bind_launch, constant
 from .activation import activate, activate_and_derivative
 from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
@@ -44,6 +35,7 @@ GROUP = constant(GROUP_M)
 ROWS = constant(64)  # of a tile that a group multiplies
 COLUMNS = constant(64)  # that are finished at once
 REGISTERS = constant((160, 160, 24, 24))  # second multipliers, those who finish, both loaders
+FINISHERS = constant(4)  # warps that finish: each has a row of a tile's sums
 
 
 @gluon.jit
@@ -162,6 +154,17 @@ def _sum_own(y):
 
 
 @gluon.jit
+def _store_sums(dsums, partial_ptr, pid_m, column, N):
+    """Each warp's row of the sums of a tile, of its four of the 16 rows that _sum_own leaves."""
+    dsums = gl.sum(gl.reshape(dsums, (FINISHERS, 16 // FINISHERS, COLUMNS)), axis=1)
+    layout: gl.constexpr = dsums.type.layout
+    row = pid_m * FINISHERS + gl.arange(0, FINISHERS, gl.SliceLayout(1, layout))
+    offs_n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    offs = row.to(gl.int64)[:, None] * N + offs_n[None, :]
+    gl.store(partial_ptr + offs, dsums, mask=(offs_n < N)[None, :])
+
+
+@gluon.jit
 def _finish(
     pointers, tiles, barriers, sizes, strides, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr
 ):
@@ -186,7 +189,8 @@ def _finish(
         for step in range(2 * PARTS):
             half = step % 2
             offs_m = (2 * pid_m + half) * ROWS + offs_r
-            offs_n = (pid_n * PARTS + step // 2) * COLUMNS + offs_c
+            column = (pid_n * PARTS + step // 2) * COLUMNS
+            offs_n = column + offs_c
             mask_m, mask_n = offs_m < M, offs_n < N
             mask = mask_m[:, None] & mask_n[None, :]
             offs = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
@@ -212,10 +216,7 @@ def _finish(
                     if half == 0:
                         dsums = _sum_own(y)
                     else:
-                        dsum = gl.sum(dsums + _sum_own(y), axis=0)
-                        dsum = gl.convert_layout(dsum, gl.SliceLayout(0, layout))
-                        partial_ptrs = partial_ptr + pid_m.to(gl.int64) * N + offs_n
-                        gl.store(partial_ptrs, dsum, mask=mask_n)
+                        _store_sums(dsums + _sum_own(y), partial_ptr, pid_m, column, N)
             else:
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, low, mask=mask)
@@ -292,7 +293,7 @@ def launch_in_roles(
 
     Args:
         out: (..., N) contiguous, M rows; so is other, where it is not None.
-        partial: (tiles of rows, N) fp32, or None.
+        partial: (tiles of rows * FINISHERS, N) fp32, or None.
         a, b: (M, K), and (N, K) or (K, N) as the plan says.
         more: (..., N), rows `stride_more` apart, or None; z begins at a multiple of 16 bytes.
         bias, layer_scale: (N,); row_scale: (B,); each may be None.
@@ -317,4 +318,4 @@ def launch_in_roles(
     )  # fmt: skip
 
 
-__all__ = ["launch_in_roles"]
+__all__ = ["FINISHERS", "launch_in_roles"]

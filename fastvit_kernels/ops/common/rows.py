@@ -55,12 +55,7 @@ def norm_tables(op: str) -> tuple[ConfigTable[NormConfig], ConfigTable[NormConfi
             lambda gpu, block_c: NormConfig(*FWD_ROWS.get(block_c, LARGE_CONFIG)),
             _fits,
         ),
-        ConfigTable(
-            f"{op}_bwd",
-            [*CONFIGS, LARGE_CONFIG],
-            _default_bwd,
-            _fits,
-        ),
+        ConfigTable(f"{op}_bwd", [*CONFIGS, LARGE_CONFIG], _default_bwd, _fits),
     )
 
 

@@ -28,11 +28,12 @@ from .kernels import _mlp_bwd_hidden_kernel
 
 def _hidden_gradient(
     d: Tensor, weight: Tensor, layer_scale: Tensor | None, z: Tensor, act: Tensor | None,
-    activation: str, sum_dz: bool,
+    activation: str, sum_dz: bool, reuse_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dz = d (layer_scale * W2) * act'(z), (M, F), and partials whose column sums are db1.
 
-    d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None.
+    d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None,
+    and dz over z if that may be: a program has read the elements that it writes.
     """
     a, b = input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
@@ -40,13 +41,16 @@ def _hidden_gradient(
     plan = tile_plan(config, a, b)
     if plan is None:
         dact = gemm.matmul(a, b)
-        return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz)
-    dz = torch.empty_like(z)
-    partial_shape = (triton.cdiv(M, plan.config.block_m), F if sum_dz else 0)
-    partial = torch.empty(partial_shape, dtype=torch.float32, device=z.device)
-    if plan.config.route == "gluon":
-        from ..common.gemm_in_roles import launch_in_roles
+        return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz, dz=dact)
+    dz = z if reuse_z else torch.empty_like(z)
+    rows = triton.cdiv(M, plan.config.block_m)
+    in_roles = plan.config.route == "gluon"
+    if in_roles:
+        from ..common.gemm_in_roles import FINISHERS, launch_in_roles
 
+        rows *= FINISHERS.value
+    partial = torch.empty((rows, F if sum_dz else 0), dtype=torch.float32, device=z.device)
+    if in_roles:
         sums = partial if sum_dz else None
         z = z if is_aligned(z) else z.clone()  # it comes by TMA
         launch_in_roles(
@@ -97,7 +101,7 @@ def _flops_bwd(
 def mlp_bwd(
     dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
     fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, dtype: torch.dtype,
+    row_scale: Tensor | None, activation: str, dtype: torch.dtype, reuse_z: bool,
     dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
@@ -107,7 +111,8 @@ def mlp_bwd(
 
     Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, act also where z, kept for other
-    gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
+    gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`. With
+    reuse_z, which no compiler passes, z holds other numbers afterwards.
     """
     grads = _empty_bwd(
         dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
@@ -134,7 +139,14 @@ def mlp_bwd(
     if dx_dtype is not None or dfc1_weight_dtype is not None or dfc1_bias_dtype is not None:
         assert z_rows is not None and fc2_weight is not None
         dz, partial = _hidden_gradient(
-            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, dfc1_bias_dtype is not None
+            d,
+            fc2_weight,
+            layer_scale,
+            z_rows,
+            rebuilt,
+            activation,
+            dfc1_bias_dtype is not None,
+            reuse_z,
         )
         if dfc1_bias_dtype is not None:
             column_sum(partial, dfc1_bias)

@@ -142,8 +142,7 @@ def _fwd_plan(
 
 
 @operator(
-    fake=_empty_fwd,
-    flops=lambda images, weight, keep: _flops(images, weight[0], weight[2:], keep),
+    fake=_empty_fwd, flops=lambda images, weight, keep: _flops(images, weight[0], weight[2:], keep)
 )
 def patch_embed_fwd(
     images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,

@@ -1369,6 +1369,11 @@ COMPILED = [
         "dsums + _sum_own(y)", "_sum_own(y)",
     ),
     Fault(
+        "roles-partial-warp", "ops/common/gemm_in_roles.py", "_store_sums",
+        "four tiles' column sums in rows of one",
+        "pid_m * FINISHERS", "pid_m",
+    ),
+    Fault(
         "roles-residual-stride", "ops/common/gemm_in_roles.py", "_finish",
         "rows of a residual as far apart as those of y",
         "stride_residual + offs_n", "N + offs_n",
@@ -1393,6 +1398,17 @@ COMPILED = [
         "z at an address that TMA cannot read",
         "z if is_aligned(z) else z.clone()", "z",
         only=("machine/device/test_gemm_in_roles.py",),
+    ),
+    Fault(
+        "mlp-z-twice", "ops/mlp/functions.py", "MlpFunction.backward",
+        "dz written over z that a second backward reads",
+        "ctx.owns_z and not keeps_saves()", "ctx.owns_z", only=("ops/test_mlp.py",),
+    ),
+    Fault(
+        "mlp-z-hooked", "ops/mlp/functions.py", "MlpFunction.forward",
+        "dz written over z that a hook has seen",
+        "spec.route == EAGER and saves_are_own()", "spec.route == EAGER",
+        only=("ops/test_mlp.py",),
     ),
     Fault(
         "roles-widening", "ops/common/gemm_configs.py", "_default",
