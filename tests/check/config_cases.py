@@ -76,11 +76,11 @@ def _rope(large: bool) -> list[Example]:
     B, T = (4, 261) if large else (1, 11)
     heads = ((3, 16, 16), (2, 64, 60), (2, 80, 80), (1, 128, 128), (1, 512, 512))
 
-    def case(H: int, D: int, R: int, **example: Any) -> Example:
+    def case(H: int, D: int, R: int, *words: str, **example: Any) -> Example:
         sizes = dict(B=B, T=T, H=H, D=D, R=R, prefix=5, lead=(), norm="layer_norm")
-        return sized(sizes, options=dict(interleaved=R < D), **example)
+        return sized(sizes, *words, options=dict(interleaved=R < D), **example)
 
-    learnt = [case(*head) for head in (heads[0], heads[1], heads[-1])]
+    learnt = [case(*head, "learnt tables") for head in (heads[0], heads[1], heads[-1])]
     return [*(case(*head, frozen=TABLES) for head in heads), *learnt]
 
 

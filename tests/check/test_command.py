@@ -12,6 +12,7 @@ from fastvit_kernels.verify.runner import Result
 from . import __main__ as command, worker
 from .__main__ import main
 from .all_configs import Run
+from .config_cases import config_cases
 from .isolated import Outcome
 
 
@@ -84,6 +85,12 @@ def test_cases_share_processes_and_one_that_dies_costs_itself():
     assert [json.loads(w)["name"] for w in worker.rest_of(silent)[0].command[3:]] == ["d"]
     cut = Outcome(jobs[0], lines, None, is_cut=True)
     assert worker.results_of(cut) == [right] and worker.rest_of(cut) == []
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_process_finds_a_case_by_its_name(large):
+    names = [case.name for case in config_cases(large, torch.device("cpu"), torch.bfloat16)]
+    assert len(names) == len(set(names))
 
 
 def test_the_row_of_a_table_has_its_worst_run(monkeypatch):

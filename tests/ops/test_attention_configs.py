@@ -237,6 +237,13 @@ def test_attention_launches_are_planned_once():
         assert fwd_call.cache_info().currsize == fwd_launch.cache_info().currsize == 0
 
 
+def test_one_pass_takes_16_keys_in_fp32_alone():
+    """By 16 keys of bf16 an H100 read past its memory, T = 50, D = 64."""
+    for config, dtype in product(ONE_PASS_TABLE.configs, ("bf16", "fp16", "fp32")):
+        fits = ONE_PASS_TABLE.fits(H100, config, dtype, 32, 50, "none", "many")
+        assert not fits or (config.block_kv == 16) == (dtype == "fp32")
+
+
 def test_backward_on_hopper_takes_eight_warps():
     """Several products at 64-wide tiles with four warps are reported wrong: triton #11366.
 

@@ -173,6 +173,30 @@ def test_views_are_not_copied(monkeypatch, took):
     assert seen[2][:5] == [upstream.data_ptr(), *wanted, out.data_ptr()]
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="stands in for cuDNN on a CPU")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)], ids=str)
+def test_out_and_dout_lie_as_where_torch_makes_them(order, monkeypatch, took):
+    """Of torch's cuDNN backward a graph is kept by q, k and v: what lay otherwise, in our call or
+    in torch's own, would be read in the strides of the first call."""
+    make = torch.empty(tuple((2, H, 37, D)[i] for i in order), dtype=bf16).permute
+    q, k, v = (make(*map(order.index, range(4))).normal_().requires_grad_() for _ in range(3))
+    seen, kernels = [], by_library._kernels
+
+    def noting(*arguments):
+        forward, backward = kernels(*arguments)
+
+        def called(*tensors, **options):
+            seen[:] = tensors[0].stride(), tensors[4].stride()
+            return backward(*tensors, **options)
+
+        monkeypatch.setattr(by_library, "FLASH_CPU", (forward, called))
+        return forward, called
+
+    monkeypatch.setattr(by_library, "_kernels", noting)
+    sdpa(q, k, v).backward(torch.randn(2, H, 37, D, dtype=bf16))
+    assert seen == [torch.empty_like(q).stride()] * 2
+
+
 @pytest.mark.parametrize("op", ["qkv_attention", "sdpa", "rope_attention"])
 def test_each_gradient_alone(op, took):
     function, reference, make = OPS[op]

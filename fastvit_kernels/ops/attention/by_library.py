@@ -53,8 +53,14 @@ def bwd_by_library(
     _, backward = _kernels(heads, scale, is_causal)
     if backward is None:
         return None
-    # cuDNN's graphs are kept by the layouts of q, k and v: one alone of the others is safe
-    tensors = [dout.contiguous().transpose(1, 2), *heads, out.transpose(1, 2)]
+    # torch keeps cuDNN's graphs by the layouts of q, k and v alone, ours beside its own: the others
+    # lie as where torch makes out itself
+    strides = torch.empty_like(heads[0], device="meta").stride()
+    dout, out = (
+        x if x.stride() == strides else torch.empty_like(heads[0]).copy_(x)
+        for x in (dout.transpose(1, 2), out.transpose(1, 2))
+    )
+    tensors = [dout, *heads, out]
     lse = (lse * (1.0 / LOG2E)).contiguous()
     if backward is FLASH_CPU[1]:
         grads = backward(*tensors, lse, 0.0, is_causal, scale=scale)

@@ -537,7 +537,9 @@ def _one_pass_fits(
     parts = query_parts(tokens)
     if parts is None or D > MAX_ONE_PASS_D or D & (D - 1) or _has_tensor(mask, "keys"):
         return False
-    if ITEMSIZE[dtype] == 4 and (tokens > 64 or D > 32 or config != ONE_PASS_FP32):
+    if (ITEMSIZE[dtype] == 4) != (config == ONE_PASS_FP32):
+        return False  # an H100 left its memory by 16 bf16 keys at once, and not always alike
+    if ITEMSIZE[dtype] == 4 and (tokens > 64 or D > 32):
         return False  # at D = 64 it spills by four warps, and by eight TF32 products are 8 wide
     if config.num_warps < 8 and tokens > 64:
         return False  # triton #11366
