@@ -1406,7 +1406,7 @@ COMPILED = [
         only=("machine/device/test_gemm_in_roles.py",),
     ),
     Fault(
-        "library-layout", "ops/attention/by_library.py", "bwd_by_library",
+        "library-order", "ops/attention/by_library.py", "bwd_by_library",
         "out and dout of cuDNN's backward in another layout than torch's own",
         "x if x.stride() == strides else", "x if True else",
         only=("ops/test_attention_library.py",),
