@@ -304,8 +304,14 @@ def saves_are_own() -> bool:
 
 _OWN = __name__.partition(".")[0] + "."
 
-# In a backward: whether what was saved for it stays for another one. Gone: it does.
-keeps_saves = _find("torch:_C._autograd._get_current_graph_task_keep_graph", gone=lambda: True)
+# Whether what was saved for the backward that runs stays for another one. Gone: it does.
+_keeps_saves = _find("torch:_C._autograd._get_current_graph_task_keep_graph", gone=lambda: True)
+
+
+def reads_last(x: Tensor) -> bool:
+    """In a backward on x's device: whether nobody reads again what was saved for it, neither with
+    retain_graph nor as a CUDA graph that is replayed."""
+    return not (_keeps_saves() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def hooks_on_saves() -> list[Any]:

@@ -1,4 +1,5 @@
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.runtime.compat import reads_last
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, FULL = (), ("residual", "layer_scale", "row_scale")
@@ -227,6 +229,12 @@ def test_mlp_writes_dz_over_z_where_nobody_sees_it(route):
     assert written() == (route == "triton")
     assert written(retain=True) == (route == "triton")
     assert not written(torch.autograd.graph.saved_tensors_hooks(same, same))
+
+
+def test_mlp_keeps_z_where_a_graph_records(monkeypatch):
+    """Its backward may be replayed twice for one forward."""
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    assert not reads_last(SimpleNamespace(is_cuda=True))
 
 
 def test_mlp_row_scale_with_gradient_takes_the_torch_path():

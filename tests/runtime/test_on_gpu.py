@@ -136,3 +136,6 @@ def test_graphed_callables_train(vit_on_gpu):
     twin.zero_grad(set_to_none=True)
     graphed = torch.cuda.make_graphed_callables(twin, (images,))
     assert_same_bits(train_step(graphed, images), wanted)
+    loss, twice = graphed(images).square().mean(), list(twin.parameters())
+    first = [x.clone() for x in torch.autograd.grad(loss, twice, retain_graph=True)]
+    assert_same_bits(torch.autograd.grad(loss, twice), first)  # one forward, two replays

@@ -10,7 +10,7 @@ With d = row_scale * dy and sums over the M rows of x:
 
 Saved: x, z, W1, W2. a is not: the pass that reads z for act'(z) writes act(z) again, from the same
 bits, so every gradient keeps its bits. With recompute=False a is saved too. dz takes z's memory
-where nobody else can see it: no hook of others on what is saved, no retain_graph.
+where nobody else can see it: no hook of others on what is saved, no retain_graph, no CUDA graph.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
 epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
@@ -32,7 +32,7 @@ from ...runtime.arguments import (
     compute_dtype,
     needs_gradient,
 )
-from ...runtime.compat import keeps_saves, saves_are_own
+from ...runtime.compat import reads_last, saves_are_own
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import check_activation
@@ -120,7 +120,7 @@ class MlpFunction(torch.autograd.Function):
     @staticmethod
     @first_order("mlp")
     def backward(ctx, dy):
-        options = (ctx.spec.activation, ctx.spec.dtype, ctx.owns_z and not keeps_saves())
+        options = (ctx.spec.activation, ctx.spec.dtype, ctx.owns_z and reads_last(dy))
         return layer_gradients(ctx, dy, mlp_bwd, options, bias=4, layer_scale=6)
 
 
