@@ -138,17 +138,11 @@ def mlp_bwd(
         act_rows = rebuilt = torch.empty_like(z_rows)
     if dx_dtype is not None or dfc1_weight_dtype is not None or dfc1_bias_dtype is not None:
         assert z_rows is not None and fc2_weight is not None
+        sum_dz = dfc1_bias_dtype is not None
         dz, partial = _hidden_gradient(
-            d,
-            fc2_weight,
-            layer_scale,
-            z_rows,
-            rebuilt,
-            activation,
-            dfc1_bias_dtype is not None,
-            reuse_z,
+            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, sum_dz, reuse_z
         )
-        if dfc1_bias_dtype is not None:
+        if sum_dz:
             column_sum(partial, dfc1_bias)
         if dfc1_weight_dtype is not None and x is not None:
             gemm.matmul(dz.t(), x.reshape(M, x.shape[-1]), out=dfc1_weight)
