@@ -299,19 +299,21 @@ def saves_are_own() -> bool:
     pair = _top_saves_hooks(True)
     if pair is None or pair is True:
         return pair is None
-    return str(getattr(pair[0], "__module__", "")).startswith(_OWN)
+    return str(getattr(pair[0], "__module__", "")).startswith(__name__.partition(".")[0] + ".")
 
-
-_OWN = __name__.partition(".")[0] + "."
 
 # Whether what was saved for the backward that runs stays for another one. Gone: it does.
 _keeps_saves = _find("torch:_C._autograd._get_current_graph_task_keep_graph", gone=lambda: True)
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph records what runs on x's device: it is to run again, on other values."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def reads_last(x: Tensor) -> bool:
-    """In a backward on x's device: whether nobody reads again what was saved for it, neither with
-    retain_graph nor as a CUDA graph that is replayed."""
-    return not (_keeps_saves() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+    """In a backward on x's device: whether nobody reads again what was saved for it."""
+    return not (_keeps_saves() or is_recorded(x))
 
 
 def hooks_on_saves() -> list[Any]:

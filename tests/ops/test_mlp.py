@@ -233,8 +233,13 @@ def test_mlp_writes_dz_over_z_where_nobody_sees_it(route):
 
 def test_mlp_keeps_z_where_a_graph_records(monkeypatch):
     """Its backward may be replayed twice for one forward."""
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    assert not reads_last(SimpleNamespace(is_cuda=True))
+    found, on_gpu = [], SimpleNamespace(is_cuda=True)
+    for records in (False, True):
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda now=records: now)
+        x = rand(1)
+        x.register_hook(lambda _: found.append(reads_last(on_gpu)))
+        x.sum().backward()
+    assert found == [True, False]
 
 
 def test_mlp_row_scale_with_gradient_takes_the_torch_path():

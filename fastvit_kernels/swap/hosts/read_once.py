@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...runtime.compat import FakeTensor, version
+from ...runtime.compat import FakeTensor, is_recorded, version
 
 _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> (its version, what was read of it)
 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether there are values, and the host may wait for them: no compiler traces, and no graph
-    records, which is to run again on other values."""
+    records."""
     if torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_recorded(tensor)
 
 
 def read_once(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
