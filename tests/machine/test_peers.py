@@ -213,8 +213,8 @@ print(json.dumps({
 def test_the_model_is_near_what_an_h100_measured():
     """bench/results/h100-80gb-hbm3, by that GPU's copies and clock; ours, ViT-B."""
     measured = {
-        "fc1": 553, "fc1 in roles": 448, "proj": 189, "fc2": 408, "hidden gradient": 764,
-        "hidden gradient in roles": 523, "attention, T = 197": 118, "attention, T = 577": 141,
+        "fc1": 553, "fc1 in roles": 451, "proj": 189, "fc2": 408, "hidden gradient": 764,
+        "hidden gradient in roles": 487, "attention, T = 197": 118, "attention, T = 577": 141,
     }  # fmt: skip
     assert _printed(MEASURED_PROGRAM) == pytest.approx(measured, rel=0.2)
 
