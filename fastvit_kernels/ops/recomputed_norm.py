@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..runtime.backend import use_triton
 from ..runtime.compat import KNOWS_VERSIONS, place_of_storage, saves_are_hooked, version
+from .common.late import LATE
 from .common.rows import MAX_C
 from .norm.launch import layer_norm_fwd, rms_norm_fwd
 
@@ -62,7 +63,7 @@ def recomputed_norm(
     kept = (x if recompute_fn is None else None, weight, bias)
     inputs = tuple(None if t is None else t.detach() for t in kept)
     versions = _versions(inputs)
-    dtype, shape, place = y.dtype, y.shape, place_of(y)
+    dtype, device, shape, place = y.dtype, y.device, y.shape, place_of(y)
     fwd = rms_norm_fwd if norm == "rms_norm" else layer_norm_fwd
 
     def pack(saved: Tensor) -> Any:
@@ -77,9 +78,13 @@ def recomputed_norm(
                 "recomputed_norm: x, weight or bias of a norm changed in place between its "
                 "forward and the backward, which reads them again"
             )
-        source, *params = inputs
-        source = source if recompute_fn is None else recompute_fn()
-        return fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
+
+        def make() -> Tensor:
+            source, *params = inputs
+            source = source if recompute_fn is None else recompute_fn()
+            return fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
+
+        return LATE.made(torch.empty((), dtype=dtype, device=device), packed, make)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

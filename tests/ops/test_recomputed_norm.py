@@ -11,7 +11,10 @@ from numerics import DEVICE, rand
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit_kernels.models.vit import Block, VisionTransformer
+from fastvit_kernels.ops import recomputed_norm as rebuilding
 from fastvit_kernels.ops.attention.projected import qkv_attention
+from fastvit_kernels.ops.gated_mlp import launch as gated_launch
+from fastvit_kernels.ops.mlp import launch as mlp_launch
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.recomputed_norm import recomputed_norm
@@ -111,6 +114,34 @@ def test_recomputed_norm_saves_no_y():
         assert reference.expired()  # nobody keeps it until the backward
         out.sum().backward()
     assert inputs["fc1_weight"].grad is not None
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_an_mlp_makes_its_input_once_its_activation_is_gone(activation, monkeypatch):
+    inputs, gone, activations = _inputs(), [], []
+    norm = inputs["norm_weight"], inputs["norm_bias"], EPS
+    launch, place = (mlp_launch, 4) if activation == "gelu" else (gated_launch, 3)
+    name = "_hidden_gradient" if activation == "gelu" else "gate_bwd"
+    hidden, make = getattr(launch, name), rebuilding.layer_norm_fwd
+
+    def hidden_gradient(*args):
+        activations.append(StorageWeakRef(args[place].untyped_storage()))
+        return hidden(*args)
+
+    def made(*args):
+        gc.collect()  # the interpreter of Triton 3.9 leaves a launch's arguments in a cycle
+        gone.append([a.expired() for a in activations])
+        return make(*args)
+
+    monkeypatch.setattr(launch, name, hidden_gradient)
+    with backend("triton"):
+        y, _ = layer_norm_and_input(inputs["x"], *norm)
+        monkeypatch.setattr(rebuilding, "layer_norm_fwd", made)
+        with recomputed_norm(y, inputs["x"], *norm):
+            fc2_weight = inputs["fc2_weight"][:, : 48 if activation == "gelu" else 24]
+            out = mlp(y, inputs["fc1_weight"], None, fc2_weight, None, activation=activation)
+        out.sum().backward()
+    assert gone == [[True]]
 
 
 @pytest.mark.parametrize("name", ["x", "norm_weight", "norm_bias"])

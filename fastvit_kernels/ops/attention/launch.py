@@ -21,25 +21,11 @@ from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import VERSION, bind_launch, triton
 from ...runtime.values import bits_must_repeat
 from ..common.gemm import input_precision, needs_fence
+from . import configs
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from .by_library import bwd_by_library, fwd_by_library
-from .configs import (
-    BWD_TABLE,
-    DKDV_TABLE,
-    DQ_TABLE,
-    FWD_TABLE,
-    MANY_HEADS,
-    MAX_TOKEN_STRIDE,
-    ONE_PASS_TABLE,
-    TOKEN_BUCKETS,
-    BwdForm,
-    FwdConfig,
-    OnePassConfig,
-    SplitConfig,
-    own_bwd,
-    own_fwd,
-)
+from .configs import BwdForm, FwdConfig, OnePassConfig, SplitConfig, own_bwd, own_fwd
 from .forward import _attention_fwd_kernel
 from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
 
@@ -70,9 +56,10 @@ class Problem(NamedTuple):
 
     def key(self) -> Key:
         B, T_q, H, D = self.shape
-        tokens = next((t for t in TOKEN_BUCKETS if max(T_q, self.T_kv) <= t), TOKEN_BUCKETS[-1])
-        heads_per_sm = B * H // self.gpu.num_sms
-        heads = "many" if heads_per_sm >= MANY_HEADS else "few" if heads_per_sm else "scarce"
+        buckets, heads_per_sm = configs.TOKEN_BUCKETS, B * H // self.gpu.num_sms
+        tokens = next((t for t in buckets if max(T_q, self.T_kv) <= t), buckets[-1])
+        many = heads_per_sm >= configs.MANY_HEADS
+        heads = "many" if many else "few" if heads_per_sm else "scarce"
         mask = f"{self.mask}+dropout" if self.dropout else self.mask
         return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
 
@@ -132,7 +119,7 @@ def _block(T: int, block: int) -> int:
 def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     """The launch of the plain forward kernel, whatever the route; arguments: those of `Problem`."""
     problem = Problem(gpu, *fields)
-    config: FwdConfig = FWD_TABLE.choose(problem.gpu, *problem.key())
+    config: FwdConfig = configs.FWD_TABLE.choose(problem.gpu, *problem.key())
     if config.route != "triton":
         config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
@@ -190,19 +177,19 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     form = BwdForm(one_pass=False)
     if not T_q <= 64 < T_kv:  # in one pass eight warps would repeat the scores of few queries
-        form = BWD_TABLE.choose(problem.gpu, *key)
+        form = configs.BWD_TABLE.choose(problem.gpu, *key)
         if problem.is_by_library(form) and not own:
             return BwdLaunch(None, ())
         form = own_bwd(problem.gpu, *key) if form.route != "triton" else form
     if not form.one_pass:
-        dq, dkdv = (t.choose(problem.gpu, *key) for t in (DQ_TABLE, DKDV_TABLE))
+        dq, dkdv = (t.choose(problem.gpu, *key) for t in (configs.DQ_TABLE, configs.DKDV_TABLE))
         kernel = _attention_bwd_dkdv_kernel
         return BwdLaunch(None, (
             _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv),
             *(_split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads)
               for grads in (("dk", "dv") if dkdv.apart else ("dk+dv",))),
         ))  # fmt: skip
-    config: OnePassConfig = ONE_PASS_TABLE.choose(problem.gpu, *key)
+    config: OnePassConfig = configs.ONE_PASS_TABLE.choose(problem.gpu, *key)
     parts = query_parts(T_q, config.close)
     if VERSION >= (3, 9) and problem.dbias and config.block_kv > 32 and T_q > 192 and T_q % 16 == 0:
         config = config._replace(block_kv=32, tail=32)  # the larger tile spills 40 bytes
@@ -296,7 +283,7 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
     """Arguments: the fields of `Layouts`, whether ours must run, whether q, k and v are packed."""
     layouts = Layouts(gpu, *fields)
     problem = Problem(*layouts.problem())
-    config = FWD_TABLE.choose(gpu, *problem.key())
+    config = configs.FWD_TABLE.choose(gpu, *problem.key())
     if not own and problem.is_by_library(config):
         return FwdCall(None, ())
     if config.route == "gluon" and of_qkv and not INTERPRETED:
@@ -323,7 +310,7 @@ class BwdCall(NamedTuple):
 def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
     """Whether the Gluon kernel computes the backward of packed qkv; fields: those of `Problem`."""
     problem = Problem(gpu, *fields)
-    form = BWD_TABLE.choose(problem.gpu, *problem.key())
+    form = configs.BWD_TABLE.choose(problem.gpu, *problem.key())
     return form.route == "gluon" and problem.shape[3] == 64 and not INTERPRETED
 
 
@@ -537,7 +524,7 @@ def launch_bwd(
 
 @functools.lru_cache(maxsize=1024)
 def _is_readable(strides: tuple[int, ...], token_axis: int) -> bool:
-    fits = strides[-1] == 1 and strides[token_axis] <= MAX_TOKEN_STRIDE
+    fits = strides[-1] == 1 and strides[token_axis] <= configs.MAX_TOKEN_STRIDE
     return fits and all(stride % 8 == 0 for stride in strides[:-1])
 
 

@@ -16,6 +16,7 @@ A row_scale may be what `keep_samples` gave (samples.py): d then has the rows of
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor
 from ...runtime.arguments import as_dtype
 from ...runtime.compat import FakeTensor, node_class, raw_stream, version
 from ...runtime.dispatch import backward_route
-from ...runtime.operator import Operator
+from ...runtime.operator import EAGER, Operator
+from .late import LATE
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
@@ -134,7 +136,7 @@ def layer_gradients(
 
     Args:
         operator: (d, *saved, *options, a dtype for each gradient but the residual's, g) -> these
-            gradients, without a dtype empty or None.
+            gradients, without a dtype empty or None. It takes its first saved by `LATE.read`.
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
     spec = ctx.spec
@@ -147,11 +149,12 @@ def layer_gradients(
     dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
     if not any(wanted):
         return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
-    saved = list(ctx.saved_tensors)
-    row_scale = layer_scale + 1
-    d, saved[row_scale], g, known = pop(ctx, dy, saved[layer_scale], saved[row_scale])
-    asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
-    grads = operator[backward_route(spec.route, d)](d, *saved, *options, *asked, g)
+    with LATE if spec.route == EAGER else nullcontext():  # a compiler meets the other alone
+        saved = list(ctx.saved_tensors)
+        row_scale = layer_scale + 1
+        d, saved[row_scale], g, known = pop(ctx, dy, saved[layer_scale], saved[row_scale])
+        asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
+        grads = operator[backward_route(spec.route, d)](d, *saved, *options, *asked, g)
     *grads, dlayer_scale = (
         grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
     )

@@ -10,14 +10,8 @@ from torch import Tensor
 
 from ...runtime.arguments import contiguous, empty, empty_gradients
 from ...runtime.operator import operator
-from ..common import gemm
-from ..common.epilogue import (
-    count_rows,
-    input_gradient_operands,
-    rows_shape,
-    scaled_rows,
-    weight_gradients,
-)
+from ..common import epilogue, gemm
+from ..common.late import LATE
 from ..common.reduction import column_sum
 from .kernels import gate_bwd, gate_fwd
 
@@ -88,11 +82,11 @@ def _empty_bwd(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     N, F = dy.shape[-1], _width(z, value, hidden)
-    C = 0 if x is None else x.shape[-1]
+    C, K = 0 if x is None else x.shape[-1], 0 if fc1_weight is None else fc1_weight.shape[1]
     rows = F if value is not None else 2 * F
     return empty_gradients(
         dy.device,
-        ((*rows_shape(dy, row_scale), 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((*epilogue.rows_shape(dy, row_scale), K), dx_dtype),
         ((rows, C), dfc1_weight_dtype),
         ((rows,), dfc1_bias_dtype),
         ((N, F), dfc2_weight_dtype),
@@ -109,7 +103,7 @@ def _flops_bwd(
     dy, x, fc1_weight, row_scale, z, value, hidden, dx_dtype, dfc1_weight_dtype, dfc2_weight_dtype,
     dgate_weight_dtype,
 ):  # fmt: skip
-    M, N = count_rows(dy, row_scale), dy[-1]
+    M, N = epilogue.count_rows(dy, row_scale), dy[-1]
     F = value[1] if value else z[1] // 2 if z else hidden[-1] if hidden else 0
     rows = F if value else 2 * F
     wide = N * F * (bool(z) + bool(dfc2_weight_dtype))
@@ -148,7 +142,7 @@ def _fc2_gradients(
             d.device, (shape, dweight_dtype), (shape[:1], dbias_dtype),
             (shape[:1], dlayer_scale_dtype),
         )  # fmt: skip
-        weight_gradients(d, sums, hidden, weight, bias, layer_scale, *grads)
+        epilogue.weight_gradients(d, sums, hidden, weight, bias, layer_scale, *grads)
         dtypes = (dweight_dtype, dbias_dtype, dlayer_scale_dtype)
         return tuple(g if dtype else None for g, dtype in zip(grads, dtypes, strict=True))
     dweight = dbias = None
@@ -192,12 +186,12 @@ def gated_mlp_bwd(
             grad.zero_()
         return grads
     N, device = dy.shape[-1], dy.device
-    shape = rows_shape(dy, row_scale)
+    shape = epilogue.rows_shape(dy, row_scale)
     M, F = math.prod(shape), _width(z, value, hidden)
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+    d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
     sums = sums if g is None else g.view(1, -1)
     # A hook on saved tensors may have brought them back in other strides.
     z, value, stats = contiguous(z), contiguous(value), contiguous(stats)
@@ -206,6 +200,7 @@ def gated_mlp_bwd(
     if hidden_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
         hidden_rows = rebuilt = empty((M, F), dtype, device)
     dx: Any = None
+    dz: Any = None
     dweights: list[Any] = [None, None]  # of fc1 and the gate
     dbiases: list[Any] = [None, None]
     dnorms: list[Any] = [None, None]
@@ -214,12 +209,20 @@ def gated_mlp_bwd(
         dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, dnorm_weight_dtype, dnorm_bias_dtype
     )):  # fmt: skip
         assert z is not None and fc2_weight is not None
-        dhidden = gemm.matmul(*input_gradient_operands(d, fc2_weight, layer_scale))
+        dhidden = gemm.matmul(*epilogue.input_gradient_operands(d, fc2_weight, layer_scale))
         dz, partial, columns = gate_bwd(
             dhidden, z, value, rebuilt, activation, gate_last, norm_weight, norm_bias, stats,
             needs_db,
         )  # fmt: skip
-        x_rows = None if x is None else x.reshape(M, x.shape[-1])
+        del dhidden
+    else:
+        assert rebuilt is None
+    dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
+        d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale, (N, F),
+        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
+    )  # fmt: skip
+    hidden_rows = rebuilt = None  # before x and dx take memory
+    if dz is not None:
         if value is None:
             halves = [(0, 2 * F, fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype)]
         else:
@@ -231,8 +234,9 @@ def gated_mlp_bwd(
             dhalf = _columns(dz, first, rows)
             if dbias_dtype is not None:
                 dbiases[i] = _column_sum(partial, first, rows, dbias_dtype)
-            if dweight_dtype is not None and x_rows is not None:
-                dweights[i] = gemm.matmul(dhalf.t(), x_rows, out_dtype=dweight_dtype)
+            if dweight_dtype is not None and x is not None:
+                x = LATE.read(x)
+                dweights[i] = gemm.matmul(dhalf.t(), x.reshape(M, -1), out_dtype=dweight_dtype)
             if dx_dtype is None or weight is None:
                 continue
             if i == 0:
@@ -243,12 +247,6 @@ def gated_mlp_bwd(
         for i, (first, dnorm_dtype) in enumerate(zip((0, F), dnorm_dtypes, strict=True)):
             if dnorm_dtype is not None:
                 dnorms[i] = _column_sum(partial, columns.stride + first, F, dnorm_dtype)
-    else:
-        assert rebuilt is None
-    dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
-        d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale, (N, F),
-        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
-    )  # fmt: skip
     return (
         None if dx is None else dx.view(*shape, dx.shape[1]),
         dweights[0], dbiases[0], dfc2_weight, dfc2_bias, dweights[1], dbiases[1], *dnorms,

@@ -11,20 +11,10 @@ from torch import Tensor
 from ...runtime.arguments import as_rows, contiguous, empty, empty_gradients
 from ...runtime.backend import gpu
 from ...runtime.operator import operator
-from ..common import gemm
-from ..common.epilogue import (
-    apply_epilogue,
-    backward_epilogue,
-    copy_dropped,
-    count_rows,
-    epilogue_arguments,
-    input_gradient_operands,
-    rows_shape,
-    scaled_rows,
-    weight_gradients,
-)
+from ..common import epilogue, gemm
 from ..common.gemm import tile_launch, tile_plan
 from ..common.gemm_configs import fwd_config
+from ..common.late import LATE
 from ..common.reduction import column_sum
 from ..common.samples import keeps_some
 from .kernels import _linear_fwd_kernel
@@ -83,13 +73,13 @@ def linear_fwd(
         if plain and residual is not None:
             return z.add_(residual), no_z
         y = x.new_empty(y_shape, dtype=out_dtype)
-        apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
+        epilogue.apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
         return y, z if save_z else no_z
     y = x.new_empty(y_shape, dtype=out_dtype)
     z = x.new_empty(shape) if save_z else no_z
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
+    pointers, sizes, flags = epilogue.epilogue_arguments(M, layer_scale, row_scale, residual)
     if plan.config.route == "gluon":
         from ..common.gemm_in_roles import launch_in_roles
 
@@ -103,7 +93,7 @@ def linear_fwd(
         *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
         ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
     )  # fmt: skip
-    copy_dropped(y, pointers, sizes, flags)
+    epilogue.copy_dropped(y, pointers, sizes, flags)
     return y, z
 
 
@@ -112,10 +102,10 @@ def _empty_bwd(
     dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
     dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N = dy.shape[-1]
+    N, K = dy.shape[-1], 0 if weight is None else weight.shape[1]
     return empty_gradients(
         dy.device,
-        ((*rows_shape(dy, row_scale), 0 if weight is None else weight.shape[1]), dx_dtype),
+        ((*epilogue.rows_shape(dy, row_scale), K), dx_dtype),
         ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
         ((N,), dbias_dtype),
         ((N,), dlayer_scale_dtype),
@@ -124,7 +114,7 @@ def _empty_bwd(
 
 def _flops_bwd(dy, x, weight, row_scale, dx_dtype, dweight_dtype):
     wide = (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
-    return 2 * count_rows(dy, row_scale) * dy[-1] * wide
+    return 2 * epilogue.count_rows(dy, row_scale) * dy[-1] * wide
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
@@ -148,11 +138,11 @@ def linear_bwd(
             grad.zero_()
         return grads
     N = dy.shape[-1]
-    M = math.prod(rows_shape(dy, row_scale))
-    x_rows = None if x is None else x.reshape(M, x.shape[-1])
+    M = math.prod(epilogue.rows_shape(dy, row_scale))
+    x_rows = None if x is None else LATE.read(x).reshape(M, x.shape[-1])
     if activation:
         assert z is not None
-        dz, partial = backward_epilogue(
+        dz, partial = epilogue.backward_epilogue(
             dy.reshape(-1, N), z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
             sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
             batch=dy.shape[0],
@@ -167,11 +157,11 @@ def linear_bwd(
             gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
     else:
         needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
-        d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+        d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
         sums = sums if g is None else g.view(1, N)
-        weight_gradients(d, sums, x_rows, weight, bias, layer_scale, dweight, dbias, dlayer_scale)
+        epilogue.weight_gradients(d, sums, x_rows, weight, bias, layer_scale, *grads[1:])
         if dx_dtype is not None and weight is not None:
-            operands = input_gradient_operands(d, weight, layer_scale)
+            operands = epilogue.input_gradient_operands(d, weight, layer_scale)
             gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
     return grads
 

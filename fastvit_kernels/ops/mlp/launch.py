@@ -11,17 +11,10 @@ from ...runtime.arguments import empty_gradients, is_aligned
 from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ...runtime.triton import triton
-from ..common import gemm
-from ..common.epilogue import (
-    backward_epilogue,
-    count_rows,
-    input_gradient_operands,
-    rows_shape,
-    scaled_rows,
-    weight_gradients,
-)
+from ..common import epilogue, gemm
 from ..common.gemm import tile_launch, tile_plan
 from ..common.gemm_configs import HIDDEN_TABLE, gemm_key
+from ..common.late import LATE
 from ..common.reduction import column_sum
 from .kernels import _mlp_bwd_hidden_kernel
 
@@ -35,13 +28,15 @@ def _hidden_gradient(
     d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None,
     and dz over z if that may be: a program has read the elements that it writes.
     """
-    a, b = input_gradient_operands(d, weight, layer_scale)
+    a, b = epilogue.input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
     config = HIDDEN_TABLE.choose(gpu(z.device), *gemm_key(M, F, N, z.dtype))
     plan = tile_plan(config, a, b)
     if plan is None:
         dact = gemm.matmul(a, b)
-        return backward_epilogue(dact, z, activation, z.dtype, act=act, sum_dz=sum_dz, dz=dact)
+        return epilogue.backward_epilogue(
+            dact, z, activation, z.dtype, act=act, sum_dz=sum_dz, dz=dact
+        )
     dz = z if reuse_z else torch.empty_like(z)
     rows = triton.cdiv(M, plan.config.block_m)
     in_roles = plan.config.route == "gluon"
@@ -71,12 +66,12 @@ def _empty_bwd(
     dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
     dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N = dy.shape[-1]
+    N, C = dy.shape[-1], 0 if fc1_weight is None else fc1_weight.shape[1]
     hidden = z if z is not None else act
     F = 0 if hidden is None else hidden.shape[-1]
     return empty_gradients(
         dy.device,
-        ((*rows_shape(dy, row_scale), 0 if fc1_weight is None else fc1_weight.shape[1]), dx_dtype),
+        ((*epilogue.rows_shape(dy, row_scale), C), dx_dtype),
         ((F, 0 if x is None else x.shape[-1]), dfc1_weight_dtype),
         ((F,), dfc1_bias_dtype),
         ((N, F), dfc2_weight_dtype),
@@ -89,7 +84,7 @@ def _flops_bwd(
     dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
     dfc2_weight_dtype,
 ):  # fmt: skip
-    M, N = count_rows(dy, row_scale), dy[-1]
+    M, N = epilogue.count_rows(dy, row_scale), dy[-1]
     F = (z or act or (0,))[-1]
     needs_dz = dx_dtype or dfc1_weight_dtype or dfc1_bias_dtype
     wide = N * (bool(needs_dz) + bool(dfc2_weight_dtype))
@@ -115,19 +110,20 @@ def mlp_bwd(
     reuse_z, which no compiler passes, z holds other numbers afterwards.
     """
     grads = _empty_bwd(
-        dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
-        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
+        dy, x, fc1_weight, z, act, row_scale, None if dy.numel() else dx_dtype, dfc1_weight_dtype,
+        dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
     )  # fmt: skip
     if dy.numel() == 0:
         for grad in grads:
             grad.zero_()
         return grads
     dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
-    M = math.prod(rows_shape(dy, row_scale))
+    shape = epilogue.rows_shape(dy, row_scale)
+    M, dz = math.prod(shape), None
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
-    d, sums = scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+    d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
     sums = sums if g is None else g.view(1, -1)
     # A hook on saved tensors may have brought them back in other strides.
     z_rows = None if z is None else z.contiguous().view(M, -1)
@@ -144,13 +140,14 @@ def mlp_bwd(
         )
         if sum_dz:
             column_sum(partial, dfc1_bias)
-        if dfc1_weight_dtype is not None and x is not None:
-            gemm.matmul(dz.t(), x.reshape(M, x.shape[-1]), out=dfc1_weight)
-        if dx_dtype is not None and fc1_weight is not None:
-            gemm.matmul(dz, fc1_weight, out=dx.view(M, fc1_weight.shape[1]))
     else:
         assert rebuilt is None
-    weight_gradients(
+    epilogue.weight_gradients(
         d, sums, act_rows, fc2_weight, fc2_bias, layer_scale, dfc2_weight, dfc2_bias, dlayer_scale
     )
-    return grads
+    act_rows = rebuilt = None  # before x and dx take memory
+    if dz is not None and dfc1_weight_dtype is not None and x is not None:
+        gemm.matmul(dz.t(), LATE.read(x).reshape(M, x.shape[-1]), out=dfc1_weight)
+    if dz is not None and dx_dtype is not None and fc1_weight is not None:
+        dx = gemm.matmul(dz, fc1_weight, out_dtype=dx_dtype).view(*shape, -1)
+    return dx, *grads[1:]

@@ -18,25 +18,7 @@ from ...runtime.triton import VERSION, bind_launch, tl, triton
 from ..common.gemm import input_precision, needs_fence
 from ..common.gemm_configs import gemm_key
 from ..common.reduction import column_sum
-from .configs import (
-    ADDED_TILE,
-    BWD_IMAGES_TABLE,
-    BWD_WEIGHT_PROGRAMS_PER_SM,
-    BWD_WEIGHT_TABLE,
-    FWD_TABLE,
-    KEPT_TILE,
-    MIN_ROWS_PER_SPLIT,
-    SLOTS_TILE,
-    STAGE_BYTES,
-)
-from .kernels import (
-    _patch_embed_added_kernel,
-    _patch_embed_bwd_images_kernel,
-    _patch_embed_bwd_kept_kernel,
-    _patch_embed_bwd_weight_kernel,
-    _patch_embed_fwd_kernel,
-    _patch_embed_slots_kernel,
-)
+from . import configs, kernels
 
 
 def grid_of(images: Sequence[int], patch: Sequence[int]) -> tuple[int, ...]:
@@ -69,7 +51,7 @@ def _block(largest: int, size: int) -> int:
 
 def _depth(largest: int, size: int, bytes_per_step: int) -> int:
     """The tile side along the summed axis: a stage of both operands within STAGE_BYTES."""
-    while largest * bytes_per_step > STAGE_BYTES:
+    while largest * bytes_per_step > configs.STAGE_BYTES:
         largest //= 2
     return _block(largest, size)
 
@@ -114,7 +96,7 @@ def _fwd_plan(
     tokens = num_prefix + num_patches
     if B * T * C == 0:
         return FwdPlan((B, T, C), tokens, None, None)
-    config = FWD_TABLE.choose(gpu, *gemm_key(B * T, C, K, dtype))
+    config = configs.FWD_TABLE.choose(gpu, *gemm_key(B * T, C, K, dtype))
     block_m, block_n, block_k = config[:3]
     block_m, block_n = _block(block_m, B * T), _block(block_n, C)
     largest_k = block_k if K % block_k == 0 else block_k // 2  # the smaller one pads less
@@ -123,13 +105,14 @@ def _fwd_plan(
     added = None
     if has_bias or num_prefix or num_pos is not None:
         added = bind_launch(
-            _patch_embed_added_kernel, (tokens, triton.cdiv(C, ADDED_TILE["BLOCK_C"])), C,
-            num_prefix, tokens - (num_pos or tokens), HAS_BIAS=has_bias,
-            HAS_PREFIX=num_prefix > 0, HAS_POS=num_pos is not None, **ADDED_TILE,
+            kernels._patch_embed_added_kernel,
+            (tokens, triton.cdiv(C, configs.ADDED_TILE["BLOCK_C"])), C, num_prefix,
+            tokens - (num_pos or tokens), HAS_BIAS=has_bias, HAS_PREFIX=num_prefix > 0,
+            HAS_POS=num_pos is not None, **configs.ADDED_TILE,
         )  # fmt: skip
     precision = "ieee" if precision == "highest" else "tf32"
     launch = bind_launch(
-        _patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
+        kernels._patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
         B * T, T, C, num_prefix, num_patches, *grid[-2:], *_strides(strides),
         scales, offsets, CHANNELS=channels, **_patch_constants(patch),
         ALIGN=_alignment(strides, patch[-1]), HAS_ADDED=added is not None,
@@ -198,14 +181,14 @@ def patch_embed_bwd_weight(
     num_patches, K = math.prod(grid), dweight[0].numel()
     rows_per_image = num_patches if keep is None else keep.shape[1]
     num_rows = B * rows_per_image
-    config = BWD_WEIGHT_TABLE.choose(gpu(dout.device), DTYPE_NAMES[compute_dtype])
+    config = configs.BWD_WEIGHT_TABLE.choose(gpu(dout.device), DTYPE_NAMES[compute_dtype])
     block_m, block_n, block_k = config[:3]
     block_n, block_k = _block(block_n, C), _block(block_k, K)
     bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
     block_m = _depth(block_m, num_rows, bytes_per_step)
     tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
-    wanted = max(1, BWD_WEIGHT_PROGRAMS_PER_SM * gpu(dout.device).num_sms // tiles)
-    splits = min(wanted, triton.cdiv(num_rows, MIN_ROWS_PER_SPLIT))
+    wanted = max(1, configs.BWD_WEIGHT_PROGRAMS_PER_SM * gpu(dout.device).num_sms // tiles)
+    splits = min(wanted, triton.cdiv(num_rows, configs.MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
     splits = triton.cdiv(num_rows, rows_per_split)
     partial = dweight
@@ -216,7 +199,7 @@ def patch_embed_bwd_weight(
     fits = {"sm_100": align >= 4, "sm_120": images.itemsize < 4 or VERSION < (3, 9)}
     spills = not fits.get(gpu(dout.device).arch, True)
     launch = bind_launch(
-        _patch_embed_bwd_weight_kernel, (tiles, splits),
+        kernels._patch_embed_bwd_weight_kernel, (tiles, splits),
         None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
         CHANNELS=images.shape[1], **_patch_constants(patch),
         ALIGN=align, HAS_KEEP=keep is not None, PIXELS_LEFT=images.dtype == compute_dtype,
@@ -281,11 +264,11 @@ def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) 
     if num_prefix:
         column_sum(dout.view(B, T * C)[:, : num_prefix * C], dtoken[:num_prefix].view(-1))
     slots = torch.empty((num_patches, B), dtype=torch.int32, **empty)
-    blocks = triton.cdiv(num_patches, SLOTS_TILE["BLOCK_P"])
-    launch = bind_launch(_patch_embed_slots_kernel, (B, blocks), **SLOTS_TILE)
+    blocks = triton.cdiv(num_patches, configs.SLOTS_TILE["BLOCK_P"])
+    launch = bind_launch(kernels._patch_embed_slots_kernel, (B, blocks), **configs.SLOTS_TILE)
     launch(slots, keep.contiguous(), B, keep.shape[1], num_patches)
-    blocks = triton.cdiv(C, KEPT_TILE["BLOCK_C"])
-    launch = bind_launch(_patch_embed_bwd_kept_kernel, (num_patches, blocks), **KEPT_TILE)
+    grid = num_patches, triton.cdiv(C, configs.KEPT_TILE["BLOCK_C"])
+    launch = bind_launch(kernels._patch_embed_bwd_kept_kernel, grid, **configs.KEPT_TILE)
     launch(dtoken[num_prefix:], dout, slots, B, T, C, num_prefix)
     return dtoken
 
@@ -318,13 +301,13 @@ def patch_embed_bwd_images(
     num_patches, K = math.prod(grid), weight.shape[1]
     rows_per_image = num_patches if keep is None else keep.shape[1]
     num_rows = B * rows_per_image
-    config = BWD_IMAGES_TABLE.choose(gpu(dout.device), DTYPE_NAMES[weight.dtype])
+    config = configs.BWD_IMAGES_TABLE.choose(gpu(dout.device), DTYPE_NAMES[weight.dtype])
     block_m, block_n, block_k = config[:3]
     block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     precision = input_precision()
     launch = bind_launch(
-        _patch_embed_bwd_images_kernel,
+        kernels._patch_embed_bwd_images_kernel,
         (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
         CHANNELS=channels, **_patch_constants(patch),
         ALIGN=_alignment(dimages.stride(), patch[-1]), HAS_KEEP=keep is not None,

@@ -1,0 +1,39 @@
+"""What a hook makes of a saved tensor again, made where a backward reads it, not where it unpacks.
+
+with LATE:
+    x, z = ctx.saved_tensors  # the hook gives `LATE.made(...)` for x: no memory yet
+    ...                       # what takes memory, and reads no x
+    x = LATE.read(x)
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...runtime.compat import place_of_storage
+
+
+class _Late(threading.local):
+    makers: dict[int, Callable[[], Tensor]] | None = None  # by the place of what stands in
+
+    def __enter__(self) -> None:
+        self.makers = {}
+
+    def __exit__(self, *error: object) -> None:
+        self.makers = None
+
+    def made(self, like: Tensor, shape: torch.Size, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives; inside, one element like it in its place."""
+        if self.makers is None:
+            return make()
+        self.makers[place_of_storage(like.untyped_storage())] = make
+        return like.expand(shape)
+
+    def read(self, x: Tensor) -> Tensor:
+        make = (self.makers or {}).pop(place_of_storage(x.untyped_storage()), None)
+        return x if make is None else make()
+
+
+LATE = _Late()
