@@ -32,15 +32,7 @@ from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
 from .hosts.masks import SHIFTED
 from .hosts.mlp import Mlp, MlpRoles
 from .hosts.roles import LinearRoles, MaskedLinear
-from .observe import (
-    NotACandidate,
-    Unsupported,
-    angle_argument,
-    angles_for,
-    is_mask,
-    observed,
-    open_parts,
-)
+from .observe import NotACandidate, Unsupported
 from .prove import in_clean_thread, prove
 from .steps import ResidualBlock
 
@@ -192,7 +184,7 @@ class Search:
             return None
         if isinstance(module, nn.Linear) or not module._modules:
             return self.leaf
-        parts = list(open_parts(module, self.class_of))
+        parts = list(observe.open_parts(module, self.class_of))
         classes = [self.class_of(m) for _, m in parts]
         levels = [*map(level_of, classes)]
         if levels.count("attention") + levels.count("mlp") > BRANCHES:
@@ -215,7 +207,7 @@ class Search:
             return host_of(self.class_of(m)) if m in apart else self.class_of(m)
 
         inner = Search(self.module, without)
-        levels = {level_of(without(m)) for _, m in open_parts(self.module, without)}
+        levels = {level_of(without(m)) for _, m in observe.open_parts(self.module, without)}
         try:
             roles = (inner.block if levels & {"attention", "mlp"} else inner.whole)()
         except Unsupported as refused:
@@ -239,19 +231,20 @@ class Search:
 
     def branch(self) -> Any:
         """An attention or an MLP."""
-        module, angles = self.module, angle_argument(self.module)
+        module, angles = self.module, observe.angle_argument(self.module)
         try:
-            seen = observed(module, self.class_of, training=True)
+            seen = observe.observed(module, self.class_of, training=True)
         except NotACandidate:
             if angles is None:
                 raise
-            more = partial(angles_for, name=angles, roles=None)
-            candidates = attention_roles(module, observed(module, self.class_of, True, more)) or ()
+            more = partial(observe.angles_for, name=angles, roles=None)
+            seen = observe.observed(module, self.class_of, True, more)
+            candidates = attention_roles(module, seen) or ()
             needing = [roles._replace(needs_rope=True) for roles in candidates]
             return self.with_masks(self.with_rope(angles, needing))
         candidates = attention_roles(module, seen)
         if candidates is None:
-            return self.first(mlp_roles(module, observed(module, self.class_of, training=False)))
+            return self.first(mlp_roles(module, observe.observed(module, self.class_of, False)))
         roles = self.first(candidates)
         return self.with_masks(roles if angles is None else self.with_rope(angles, [roles], roles))
 
@@ -278,7 +271,7 @@ class Search:
     def with_masks(self, roles: Any) -> Any:
         """The same with the kinds of masks that its forward reads as ours does."""
         names = arguments_of(type(self.module).forward).names[1:]
-        for name in filter(is_mask, () if roles.grid else names):
+        for name in filter(observe.is_mask, () if roles.grid else names):
             learnt = "mask" not in name
             if together := LEARNT if learnt else SHIFTED if roles.table else ():
                 several = roles._replace(mask=name, masks=together)
@@ -297,9 +290,9 @@ class Search:
         roles = self.first(self.blocks())
         names, defaults, _ = arguments_of(type(self.module).forward)
         cls: Any = recognised_class(type(self.module), roles)
-        taken = (*cls.fused_extra_kwargs, angle_argument(self.module))
+        taken = (*cls.fused_extra_kwargs, observe.angle_argument(self.module))
         for name in names[1:]:  # a caller may give what nothing reads
-            if defaults.get(name, name) is None and name not in taken and not is_mask(name):
+            if defaults.get(name, name) is None and name not in taken and not observe.is_mask(name):
                 unread = roles._replace(unread=(*roles.unread, name))
                 roles = self.first([unread], roles, at_size=False)
         if "list" in type(self.module).forward.__code__.co_names:
@@ -314,13 +307,13 @@ class Search:
         for training in (True, False):
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
-                    seen = observed(self.module, self.class_of, training, more)
+                    seen = observe.observed(self.module, self.class_of, training, more)
                     every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
                 except Unsupported as refused:
                     why.append(refused)
                     continue
                 given = [own for s in every[0].steps for _, own in s.context]
-                if any(map(is_mask, given)):
+                if any(map(observe.is_mask, given)):
                     every += [roles._replace(added=True) for roles in every]
                 yield from (roles for roles in every if roles not in known)
                 known |= dict.fromkeys(every)

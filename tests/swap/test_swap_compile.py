@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from private import compiler_counts, tree_map
+from private import compiled_entries, compiler_counts, tree_map
 from torch import library
 
 from fastvit_kernels import (
@@ -26,7 +28,7 @@ from fastvit_kernels.runtime.operator import LAUNCHERS
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import HF_MODELS, hf_small, timm_small
 
-pytest.importorskip("timm")
+timm = pytest.importorskip("timm")
 pytest.importorskip("transformers")
 VisionTransformer = pytest.importorskip("torchvision").models.VisionTransformer
 
@@ -92,6 +94,27 @@ def test_batch_sizes_share_a_graph():
         step(model, compiled, torch.randn(batch, *images.shape[1:]))
     graphs = compiler_counts["stats"]["unique_graphs"]
     assert graphs == 2, "the first size, and one graph for all others"
+
+
+def _guards(depth, scale, swaps):
+    """How many guards the compiled forward of a ViT of this depth has."""
+    options = dict(img_size=32, patch_size=16, embed_dim=32, num_heads=2, init_values=scale)
+    model = timm.models.VisionTransformer(depth=depth, **options)
+    if swaps:
+        swap_in(model)
+    torch.compiler.reset()
+    torch.compile(model, fullgraph=True, backend="eager")(torch.randn(2, 3, 32, 32))
+    (entry,) = compiled_entries(type(model).forward.__code__)
+    return len(re.findall(r"\+- [A-Z_]+:", str(entry.guard_manager)))
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="dynamo guards a class's function once for each module"
+)
+@pytest.mark.parametrize("scale", [None, 1e-5])
+def test_a_block_has_no_more_guards_than_its_host(scale):
+    host, ours = (_guards(3, scale, swaps) - _guards(2, scale, swaps) for swaps in (False, True))
+    assert 0 < ours <= host
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch14_dinov2", "torchvision", "vit"])

@@ -17,7 +17,7 @@ from ...runtime.plain import is_plain
 from ..prove import ROOTS
 from . import attend, fused
 from .attend import NO_NORMS, HeadNorms, Turn, as_one, attend_qkv, attend_weights, turned, unpack
-from .fused import Epilogue, Given, Place, example, is_noop, norm_in_pytorch, normed, part
+from .fused import Epilogue, Given, Place, example, in_role, is_noop, norm_in_pytorch, normed, part
 from .grids import bias_of, turned_behind, with_decomposed
 from .masks import READINGS, as_read, example_of_mask, fits, reading_of
 from .roles import Body, is_ours, planned_entry, weight_and_bias
@@ -93,8 +93,8 @@ def tokens_of(module: Any) -> tuple[int, ...]:
     along = [part(module, n, None) for n in roles.along]
     if along and along[0] is not None:
         return tuple((len(t) + 1) // 2 for t in along)
-    if module.fused_part("table") is not None:
-        return (len(module.fused_part("index")),)
+    if in_role(module, "table") is not None:
+        return (len(in_role(module, "index")),)
     tokens: Any = part(module, roles.tokens) if isinstance(roles.tokens, str) else roles.tokens
     tokens = tokens if isinstance(tokens, int) else math.prod(tokens)
     return (tokens,) if tokens else ()
@@ -107,7 +107,7 @@ class Attention(Body):
     fused_roles: ClassVar[AttentionRoles]
 
     def fused_projections(self: Any) -> tuple[Any, ...]:
-        every = map(self.fused_child, self.fused_roles.projections)
+        every = (type(self).fused_child(self, n) for n in self.fused_roles.projections)
         return tuple(m for m in every if m is not None)
 
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
@@ -121,16 +121,17 @@ class Attention(Body):
         return roles.raw and all(part(self, n, None) is not None for n in named)
 
     def fused_blocked(self: Any) -> str | None:
-        if self.fused_raw() and not all(map(is_plain, self.fused_projections())):
+        kind = type(self)
+        if kind.fused_raw(self) and not all(map(is_plain, kind.fused_projections(self))):
             return "it reads the weights of Linears that are no plain ones, and calls none"
-        apart = self.fused_apart() if self.fused_searched else None
+        apart = self.fused_apart() if kind.fused_searched else None
         apart = apart or fused.hooked(self, *self.fused_roles.through)
         return apart or Body.fused_blocked(self)
 
     def fused_apart(self: Any) -> str | None:
         """A host that calls its dropout follows the dropout's mode, one that reads its p its own
         mode: where they differ nobody knows which."""
-        drop = self.fused_part("dropout")
+        drop = in_role(self, "dropout")
         differ = isinstance(drop, nn.Dropout) and drop.p > 0 and drop.training != self.training
         return "its dropout of attention is in another mode" if differ else None
 
@@ -140,7 +141,7 @@ class Attention(Body):
 
     def fused_width(self: Any) -> int:
         """H D"""
-        first, *others = self.fused_projections()
+        first, *others = type(self).fused_projections(self)
         return first.out_features // (1 if others else 3)
 
     def fused_head_dim(self: Any) -> int:
@@ -148,24 +149,24 @@ class Attention(Body):
         if roles.head_dim:
             return part(self, roles.head_dim)
         H = part(self, roles.heads) if isinstance(roles.heads, str) else roles.heads
-        return self.fused_width() // H
+        return type(self).fused_width(self) // H
 
     def fused_draws(self) -> bool:
-        return not is_noop(self.fused_part("after"))
+        return not is_noop(in_role(self, "after"))
 
     def fused_accepts_autocast_input(self: Any) -> bool:
-        if self.fused_roles.norm or self.fused_part("gate") is not None:
+        if self.fused_roles.norm or in_role(self, "gate") is not None:
             return False  # a norm reads the dtype that comes
-        return all(map(is_ours, self.fused_projections()))
+        return all(map(is_ours, type(self).fused_projections(self)))
 
     def fused_dropout_p(self: Any) -> float:
-        drop = self.fused_part("dropout")
+        drop = in_role(self, "dropout")
         p = getattr(drop, "p", drop)
         return float(p) if p and self.training else 0.0
 
     def fused_scale(self: Any) -> float | None:
         # timm's `fused_attn` leaves it to torch
-        by_torch = getattr(self, "fused_attn", False) and not self.fused_searched
+        by_torch = getattr(self, "fused_attn", False) and not type(self).fused_searched
         scale = None if by_torch else self.fused_roles.scale
         return part(self, scale) if isinstance(scale, str) else scale
 
@@ -185,8 +186,8 @@ class Attention(Body):
 
     def fused_bias(self: Any) -> Tensor | None:
         """What it adds to the scores of its own, (H, T, T) or (1, H, T, T)."""
-        table = self.fused_part("table")
-        return None if table is None else bias_of(table, self.fused_part("index"))
+        table = in_role(self, "table")
+        return None if table is None else bias_of(table, in_role(self, "index"))
 
     def fused_mask(self: Any, x: Tensor, extras: dict[str, Any]) -> Tensor | None:
         """What is added to the scores of x (B, T, C), or says which keys are hidden."""
@@ -302,7 +303,7 @@ class Attention(Body):
         if by_host:
             q, k = (t.type_as(v) for t in self.fused_rotated(q, k, angles))
         if roles.turn:
-            rotate = self.fused_part("turn")
+            rotate = in_role(self, "turn")
             q, k = (turned_behind(rotate, t, roles.prefix, v) for t in (q, k))
         if along:
             scale = D**-0.5 if given["scale"] is None else given["scale"]
@@ -331,19 +332,19 @@ class Attention(Body):
         """The norms of q and k by head, as `rope` takes them; None where they are called."""
         if self.fused_roles.wide_norms:
             return None
-        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
-        return attend.head_norms(q_norm, k_norm, self.fused_head_dim())
+        q_norm, k_norm = in_role(self, "q_norm"), in_role(self, "k_norm")
+        return attend.head_norms(q_norm, k_norm, type(self).fused_head_dim(self))
 
     def fused_normed(self: Any, q: Tensor, k: Tensor, low: bool) -> tuple[Tensor, Tensor]:
-        q_norm, k_norm = self.fused_part("q_norm"), self.fused_part("k_norm")
+        q_norm, k_norm = in_role(self, "q_norm"), in_role(self, "k_norm")
         return normed(q_norm, q, low)[0], normed(k_norm, k, low)[0]
 
     def fused_planned(self: Any, place: Place) -> fused.Planned:
-        after, inner = self.fused_part("after"), self.fused_part("inner_norm")
-        found, out = self.fused_found(place), self.fused_part("out")
-        enter = planned_entry(place, self.fused_part("norm"), self.fused_projections()[0])
-        heads = self.fused_planned_heads(place)
-        between = self.fused_part("gate") is not None or not is_noop(inner)
+        after, inner = in_role(self, "after"), in_role(self, "inner_norm")
+        kind, out = type(self), in_role(self, "out")
+        found, heads = kind.fused_found(self, place), kind.fused_planned_heads(self, place)
+        enter = planned_entry(place, in_role(self, "norm"), kind.fused_projections(self)[0])
+        between = in_role(self, "gate") is not None or not is_noop(inner)
         writes = None
         if out is not None and is_plain(out) and is_noop(after):
             writes = place(out)
@@ -357,12 +358,12 @@ class Attention(Body):
                 x, epilogue = enter(modules, x, epilogue)
             if x.ndim == 4:
                 x = x.flatten(1, 2)
-            if between and (gate := found(modules).fused_part("gate")) is not None:
+            if between and (gate := in_role(found(modules), "gate")) is not None:
                 gate = fused.project(gate, x).sigmoid()
             y = heads(modules, x, more).flatten(-2)
             if between:
                 me = found(modules)
-                y, _ = normed(me.fused_part("inner_norm"), y, is_plain(me.fused_part("out")))
+                y, _ = normed(in_role(me, "inner_norm"), y, is_plain(in_role(me, "out")))
                 y = y if gate is None else y * gate
             if windows is not None:  # here, so that nobody projects what was only padded
                 y = windows.joined(y, tokens=axes == 3)
@@ -370,7 +371,7 @@ class Attention(Body):
                 y = y.unflatten(1, grid)
             if writes is None:
                 me = found(modules)
-                last, drop = me.fused_part("out"), me.fused_part("after")
+                last, drop = in_role(me, "out"), in_role(me, "after")
                 return fused.project_out(last, drop, y, epilogue)
             return linear(y, *fused.weights_of(modules[writes]), **epilogue)
 
@@ -378,17 +379,17 @@ class Attention(Body):
 
     def fused_planned_heads(self: Any, place: Place) -> Heads:
         """`fused_heads`, at once by the weights of plain Linears where the call gives x alone."""
-        roles, linears, found = self.fused_roles, self.fused_projections(), self.fused_found(place)
-        own, usual = type(self), Attention
+        own, usual, roles = type(self), Attention, self.fused_roles
+        linears, found = own.fused_projections(self), own.fused_found(self, place)
         more = own.fused_heads is not usual.fused_heads or own.fused_bias is not usual.fused_bias
         more = more or (
-            roles.causal is True or self.fused_raw() or roles.table or roles.along or roles.turn
+            roles.causal is True or own.fused_raw(self) or roles.table or roles.along or roles.turn
             or roles.layout != "3HD"
         )  # fmt: skip
-        if more or not all(map(is_plain, linears)) or self.fused_norms() is not NO_NORMS:
+        if more or not all(map(is_plain, linears)) or own.fused_norms(self) is not NO_NORMS:
             return lambda modules, x, more: found(modules).fused_heads(x, **more)
-        D, drop = self.fused_head_dim(), self.fused_part("dropout")
-        reads, scale = [*map(place, linears)], self.fused_scale()
+        D, drop = own.fused_head_dim(self), in_role(self, "dropout")
+        reads, scale = [*map(place, linears)], own.fused_scale(self)
         drops = bool(getattr(drop, "p", drop)) and self.training
 
         def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
@@ -471,7 +472,7 @@ class Attention(Body):
             yield "RoPE", 2 * 9 * self.fused_width()
         if self.fused_norms() is None:
             for name in ("q_norm", "k_norm"):
-                yield from norm_in_pytorch(name, self.fused_part(name), self.fused_width())
-        yield from norm_in_pytorch("norm of attention", self.fused_part("inner_norm"))
-        if self.fused_part("gate") is not None:
+                yield from norm_in_pytorch(name, in_role(self, name), self.fused_width())
+        yield from norm_in_pytorch("norm of attention", in_role(self, "inner_norm"))
+        if in_role(self, "gate") is not None:
             yield "gate of attention", 5 * self.fused_width()  # sigmoid: 2, product: 3

@@ -162,7 +162,7 @@ class Block(Fused):
             if isinstance(body, InlineAttention) and (apart := body.fused_apart()):
                 return apart
         paths = []
-        if self.fused_searched:  # in evaluation such a host may not call a DropPath
+        if type(self).fused_searched:  # in evaluation such a host may not call a DropPath
             tails = [n for step in roles.steps for n in step.tail]
             paths = [n for n in tails if isinstance(part(self, n), fused.DropPath)]
         return fused.hooked(self, *roles.through, *paths)
@@ -215,7 +215,7 @@ class Block(Fused):
 
     def fused_checked(self: Any, x: Any, extras: dict[str, Any]) -> fused.Given | None:
         """None where an attention inside does not take what the call gives it."""
-        roles = self.fused_roles
+        kind, roles = type(self), self.fused_roles
         seen = x.movedim(1, -1) if roles.channels else x
         given = leaves(tuple(extras.values()), Tensor) if roles.sampled and self.training else ()
         if any(t.ndim > 2 for t in given):  # what a sample has of its own stays whole
@@ -223,15 +223,16 @@ class Block(Fused):
         if roles.added and any(t.dtype is torch.bool for t in leaves(extras, Tensor)):
             return None
         for step in roles.steps:
-            body = self.fused_body(step)
-            if step is roles.steps[0] and not self.fused_searched and is_hooked(body):
+            body = kind.fused_body(self, step)
+            if step is roles.steps[0] and not kind.fused_searched and is_hooked(body):
                 return None  # it wants the host's own call, whose arguments differ by version
-            if not isinstance(body, (Fused, Inline)) or body.fused_level != "attention":
+            of_body: Any = type(body)
+            if not isinstance(body, (Fused, Inline)) or of_body.fused_level != "attention":
                 continue
-            if not (self.fused_searched or can_inline(body)):
+            if not (kind.fused_searched or can_inline(body)):
                 continue  # it is called, with what the caller gave
             given = {n: extras[own] for n, own in step.context if extras.get(own) is not None}
-            if not given.keys() <= set(body.fused_extra_kwargs):
+            if not given.keys() <= set(of_body.fused_extra_kwargs):
                 return None
             size = part(self, step.window)
             shown = ((size, size), (size * size,)) if size else (tuple(seen.shape[1:-1]),)
@@ -239,7 +240,7 @@ class Block(Fused):
             if fixed and tokens_of(body) not in ((), *shown):
                 return None
             held = self.fused_held(step, seen) if step.held else {}
-            checked = body.fused_checked(seen, given | held)
+            checked = of_body.fused_checked(body, seen, given | held)
             if checked is None:
                 return None
             own = dict(step.context)
@@ -300,7 +301,7 @@ class Block(Fused):
         return call
 
     def fused_resolved(self: Any, place: Place) -> Run:
-        roles, steps = self.fused_roles, self.fused_branches(place)
+        roles, steps = self.fused_roles, type(self).fused_branches(self, place)
 
         def run(modules: list[Any], x: Any, extras: dict[str, Any]) -> Any:
             if isinstance(x, list) and runs_packed(modules[0], x):
@@ -379,13 +380,13 @@ class Block(Fused):
 
     def fused_rebuilds(self: Any, step: Step) -> bool:
         """Whether the backward of this step may rebuild what its norm gave."""
-        first = step.output == 1 and not self.fused_first_rebuilds
+        first = step.output == 1 and not type(self).fused_first_rebuilds
         return self.fused_memory == "low" and not (step.window or first)
 
     def fused_branches(self: Any, place: Place) -> list[tuple[Step, Branch | None]]:
         """The steps, with the branch of each that has a residual."""
         found = []
         for s in self.fused_roles.steps:
-            informed = self.fused_own is not None or bool(s.window or s.held)
+            informed = type(self).fused_own is not None or bool(s.window or s.held)
             found.append((s, Branch(self, place, s, informed) if s.residual >= 0 else None))
         return found

@@ -55,7 +55,7 @@ def fold(
             draw = partial(item.fused_row_scale, dtype=dtype)
             rows = draw(x) if packing is None else packing.factors(draw, x)
         elif isinstance(item, (LayerScale, Tensor)):
-            gamma = item if isinstance(item, Tensor) else item.fused_scale()
+            gamma = item if isinstance(item, Tensor) else type(item).fused_scale(item)
     return gamma, rows
 
 
@@ -91,14 +91,16 @@ class Branch:
     """
 
     def __init__(self, block: Any, place: Place, step: Step, informed: bool):
-        norm, body, tail = part(block, step.norm), block.fused_body(step), block.fused_tail(step)
+        host, norm = type(block), part(block, step.norm)
+        body, tail = host.fused_body(block, step), host.fused_tail(block, step)
+        kind: Any = type(body)
         self.step, self.informed, self.fused_norm = step, informed, is_fused_norm(norm)
         bypass, foldable = can_inline(body), is_foldable(tail)
-        self.folds = bypass and foldable and not body.fused_draws()
-        self.low = bypass and body.fused_accepts_autocast_input()
-        self.rebuild = bypass and self.fused_norm and block.fused_rebuilds(step)
+        self.folds = bypass and foldable and not kind.fused_draws(body)
+        self.low = bypass and kind.fused_accepts_autocast_input(body)
+        self.rebuild = bypass and self.fused_norm and host.fused_rebuilds(block, step)
         self.norm = 0 if norm is None else place(norm)  # 0, of the block itself: none
-        self.compute: Any = body.fused_planned(place) if bypass else None
+        self.compute: Any = kind.fused_planned(body, place) if bypass else None
         # Of the tail, what is at work: a child by its place, a parameter of the block by its name.
         self.tail: list[tuple[int, str]] = []
         for item, name in zip(tail, step.tail):  # noqa: B905
@@ -136,9 +138,9 @@ class Branch:
             low = autocast_dtype(x) if self.low else None
             if self.rebuild:
                 with recomputed_sum(x) as recompute_fn:
-                    y, same = norm.fused_and_input(x, low, samples)
+                    y, same = type(norm).fused_and_input(norm, x, low, samples)
             else:
-                y, same = norm.fused_and_input(x, low, samples)
+                y, same = type(norm).fused_and_input(norm, x, low, samples)
         elif self.norm:
             y = norm(x)
         residual = same if residual is x else residual

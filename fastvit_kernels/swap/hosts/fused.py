@@ -6,7 +6,8 @@ no others; the module is as it was proven (plans.py); and nobody traces, counts 
 inside. A child may be bypassed when it was swapped itself, its settings are what the fused path
 computes, and nobody watches it. Any other child is called.
 
-Names that begin with `fused_` are ours: a host's class or child has none of them.
+Names that begin with `fused_` are ours: a host's class or child has none of them. On the way of a
+call they are asked of the class, `kind.fused_x(self)`: torch.compile guards each look at a module.
 """
 
 from __future__ import annotations
@@ -21,16 +22,8 @@ from torch import Tensor, nn
 
 from ...ops.linear.functions import linear
 from ...ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
-from ...runtime import backend, dispatch, recompute
+from ...runtime import backend, compat, dispatch, recompute
 from ...runtime.arguments import autocast_dtype
-from ...runtime.compat import (
-    constant_when_traced,
-    foreign_modes,
-    is_dynamo_compiling,
-    is_fast_norm,
-    is_fx_tracing,
-    may_be_rerun,
-)
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from .. import plans
 from ..facts import leaves, torch_is_patched
@@ -103,7 +96,8 @@ def is_traced() -> bool:
     dispatch mode of another package (a counter), which knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    return not torch.compiler.is_compiling() and (is_fx_tracing() or bool(foreign_modes()))
+    compiled = torch.compiler.is_compiling()
+    return not compiled and (compat.is_fx_tracing() or bool(compat.foreign_modes()))
 
 
 HEAVY = ("attention", "mlp", "block")  # levels with a matmul
@@ -156,12 +150,9 @@ class Fused:
         """What a role names; None for no name."""
         return part(self, name, None)
 
-    def fused_part(self, role: str) -> Any:
-        return self.fused_child(getattr(self.fused_roles, role))
-
     def fused_blocked(self: Any) -> str | None:
         """Why the fused forward must not run as things are now."""
-        modules = self.named_modules() if self.fused_searched else ()
+        modules = self.named_modules() if type(self).fused_searched else ()
         return next((f"{name} is hooked" for name, m in modules if name and is_hooked(m)), None)
 
     # For the report.
@@ -187,22 +178,22 @@ class Fused:
         """Of the host's result, what the fused forward gives. For a proof."""
         return result
 
-    @constant_when_traced  # looked at while tracing; guards follow what is read
+    @compat.constant_when_traced  # looked at while tracing; guards follow what is read
     def fused_verdict(self) -> str | None:
         """Why the host's own forward runs, None where the fused one may."""
         return "a function of torch was replaced" if torch_is_patched() else verdict(self)
 
     def fused_given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
         """The arguments of a call that the fused forward takes; None for any other call."""
-        names, defaults, others = self.fused_arguments
+        names, defaults, others = (kind := type(self)).fused_arguments
         if (given := bound(names, args, kwargs)) is None:
             return None
         x = given.pop(names[0], None)
         extras = {}
         for name, value in given.items():
-            if name in self.fused_extra_kwargs:
+            if name in kind.fused_extra_kwargs:
                 extras[name] = value
-            elif self.fused_searched and name in self.fused_unread:
+            elif kind.fused_searched and name in kind.fused_unread:
                 continue
             elif name in defaults:
                 if value is not defaults[name]:
@@ -212,7 +203,8 @@ class Fused:
                     return None
             elif not others or not (value is None or value is False or name in self.fused_unread):
                 return None
-        return self.fused_checked(x, extras) if is_dense(x) and self.fused_takes(x) else None
+        takes = is_dense(x) and kind.fused_takes(self, x)
+        return kind.fused_checked(self, x, extras) if takes else None
 
     def fused_checked(self, x: Any, extras: dict[str, Any]) -> Given | None:
         """The call as the fused forward, or that of a block, gets it; None for one that it does
@@ -221,11 +213,11 @@ class Fused:
 
     def fused_takes(self, x: Tensor) -> bool:
         """Whether the fused forward takes a tensor of this shape."""
-        return x.ndim in self.fused_axes
+        return x.ndim in type(self).fused_axes
 
     def fused_forward(self: Any, x: Any, **extras: Any) -> Any:
         modules, place = listed(self)
-        return self.fused_resolved(place)(modules, x, extras)
+        return type(self).fused_resolved(self, place)(modules, x, extras)
 
     def fused_resolved(self: Any, place: Place) -> plans.Run | None:
         """The fused forward as things are now, with all that it decides decided; None where it
@@ -242,13 +234,13 @@ class Fused:
 
     def fused_watched(self, args: tuple[Any, ...]) -> bool:
         """Whether the host's calls are wanted, or were in the forward that is run again."""
-        now = self.fused_idle(args) or is_traced() or is_watched_everywhere()
+        now = type(self).fused_idle(self, args) or is_traced() or is_watched_everywhere()
         return recompute.remembered((self, "forward"), now) if now or recompute.noted else now
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling():
+        if not compat.is_dynamo_compiling():
             idle = not backend.INTERPRETED and self.fused_idle(args)
-            if idle and not (dispatch.listeners or may_be_rerun()):
+            if idle and not (dispatch.listeners or compat.may_be_rerun()):
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
             if not idle and (found := plans.plan_of(self)) is not None:
                 plan, modules = found
@@ -257,13 +249,14 @@ class Fused:
                 if (given := self.fused_given(args, kwargs)) is not None:
                     plan.note(*given)
                     return plan.run(modules, *given)
-        given = self.fused_given(args, kwargs)
-        host = given is None or self.fused_watched(args)
-        host = host or self.fused_verdict() is not None or self.fused_blocked() is not None
+        kind = type(self)
+        given = kind.fused_given(self, args, kwargs)
+        host = given is None or kind.fused_watched(self, args) or self.fused_verdict() is not None
+        host = host or kind.fused_blocked(self) is not None
         if torch.compiler.is_compiling():
             if host or given is None:
                 return super().forward(*args, **kwargs)  # type: ignore[misc]
-            return self.fused_forward(given[0], **given[1])
+            return kind.fused_forward(self, given[0], **given[1])
         with ExitStack() as stack:
             for listener in dispatch.listeners:
                 stack.enter_context(listener.call(self, host, args, kwargs))
@@ -314,8 +307,13 @@ def part(module: Any, name: str, *default: Any) -> Any:
     *path, last = name.split(".")
     for step in path:
         module = module._modules[step]
-    own = {} if is_dynamo_compiling() else module._modules  # in a graph the look costs a guard
+    own = {} if compat.is_dynamo_compiling() else module._modules  # in a graph a look is a guard
     return own[last] if last in own else getattr(module, last, *default)
+
+
+def in_role(module: Any, role: str) -> Any:
+    """What a swapped module has in this role; None for nothing."""
+    return type(module).fused_child(module, getattr(module.fused_roles, role))
 
 
 def is_dense(x: object) -> bool:
@@ -341,11 +339,12 @@ class Inline:
         return lambda modules: cls(modules[0], roles)
 
 
-def can_inline(child: object) -> bool:
+def can_inline(child: Any) -> bool:
     """Whether a block may use the child's fused parts without calling it."""
     if isinstance(child, Inline):
         return True  # what it bypasses is the block's concern
-    return isinstance(child, Fused) and not is_hooked(child) and child.fused_blocked() is None  # type: ignore[arg-type]
+    ours = isinstance(child, Fused) and not is_hooked(child)  # type: ignore[arg-type]
+    return ours and type(child).fused_blocked(child) is None
 
 
 def is_noop(child: object) -> bool:
@@ -372,9 +371,7 @@ def norm_in_pytorch(what: str, norm: Any, width: int | None = None) -> Iterator[
 
 def project(module: nn.Module, x: Tensor) -> Tensor:
     """module(x) for a Linear, by our op where the module is plain."""
-    if is_plain(module):
-        return linear(x, module.weight, module.bias)
-    return module(x)
+    return linear(x, module.weight, module.bias) if is_plain(module) else module(x)
 
 
 def project_out(module: Any, drop: nn.Module | None, x: Tensor, epilogue: Epilogue) -> Tensor:
@@ -390,7 +387,7 @@ def project_out(module: Any, drop: nn.Module | None, x: Tensor, epilogue: Epilog
 
 def weights_of(linear: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias, without a look-up in Python; a replica of DataParallel has attributes."""
-    own = linear._parameters
+    own = {} if compat.is_dynamo_compiling() else linear._parameters  # as in `part`
     if "weight" in own and "bias" in own:
         return own["weight"], own["bias"]
     return linear.weight, linear.bias
@@ -427,14 +424,14 @@ class Norm(Fused):
 
     def fused_parameters(self: Any) -> tuple[Tensor | None, Tensor | None, float]:
         """weight, bias, eps"""
-        (weight, bias, eps, *_), own = self.fused_roles, self._parameters
+        (weight, bias, eps, *_), own = type(self).fused_roles, self._parameters
         if weight in own and bias in own:
             return own[weight], own[bias], getattr(self, eps)
         return getattr(self, weight, None), getattr(self, bias, None), getattr(self, eps)
 
     def fused_blocked(self) -> str | None:
         # timm.layers.set_fast_norm: the norm then stays in autocast's dtype
-        fast = not self.fused_searched and is_fast_norm(self)
+        fast = not type(self).fused_searched and compat.is_fast_norm(self)
         return "timm's fast_norm is on" if fast else None
 
     def fused_takes(self: Any, x: Tensor) -> bool:
@@ -444,17 +441,17 @@ class Norm(Fused):
 
     def fused_dtype(self: Any, x: Tensor) -> torch.dtype | None:
         """The dtype of the host's result; None: torch's own rule."""
-        rule = self.fused_roles.dtype
-        if rule == "widest":
-            return torch.promote_types(x.dtype, getattr(self, self.fused_roles.weight).dtype)
-        return x.dtype if rule else None
+        roles = type(self).fused_roles
+        if roles.dtype == "widest":
+            return torch.promote_types(x.dtype, getattr(self, roles.weight).dtype)
+        return x.dtype if roles.dtype else None
 
     def fused_norm(
         self: Any, x: Tensor, out_dtype: torch.dtype | None, residual: Tensor | None = None
     ) -> Tensor:
         """[residual +] norm(x) in `out_dtype`"""
-        weight, bias, eps = self.fused_parameters()
-        if self.fused_level == "layer_norm":
+        weight, bias, eps = type(self).fused_parameters(self)
+        if isinstance(self, LayerNorm):
             return layer_norm(x, weight, bias, eps, out_dtype=out_dtype, residual=residual)
         return rms_norm(x, weight, eps, out_dtype=out_dtype, residual=residual)
 
@@ -463,8 +460,9 @@ class Norm(Fused):
     ) -> tuple[Tensor, Tensor]:
         """The norm in `out_dtype`, by default in the host's own, and x for the residual. The norm
         of the samples that `samples` keeps, where it is given."""
-        (weight, bias, eps), dtype = self.fused_parameters(), out_dtype or self.fused_dtype(x)
-        if self.fused_level == "layer_norm":
+        weight, bias, eps = type(self).fused_parameters(self)
+        dtype = out_dtype or type(self).fused_dtype(self, x)
+        if isinstance(self, LayerNorm):
             return layer_norm_and_input(x, weight, bias, eps, out_dtype=dtype, samples=samples)
         return rms_norm_and_input(x, weight, eps, out_dtype=dtype, samples=samples)
 
@@ -500,7 +498,7 @@ def normed(norm: Any, x: Tensor, low: bool, samples: Tensor | None = None) -> tu
         return x, x
     if not is_fused_norm(norm):
         return norm(x), x
-    return norm.fused_and_input(x, autocast_dtype(x) if low else None, samples)
+    return type(norm).fused_and_input(norm, x, autocast_dtype(x) if low else None, samples)
 
 
 class ScaleRoles(NamedTuple):
@@ -517,7 +515,7 @@ class LayerScale(Unfused):
     fused_axes = (2, 3, 4)
 
     def fused_scale(self) -> Tensor:
-        return getattr(self, self.fused_roles.gamma)
+        return getattr(self, type(self).fused_roles.gamma)
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return x * self.fused_scale()

@@ -14,7 +14,7 @@ from ...ops.mlp.functions import mlp
 from ...runtime.plain import is_plain
 from ..activations import activation_name
 from . import fused
-from .fused import Epilogue, LayerNorm, can_inline, is_noop, norm_in_pytorch, project, weights_of
+from .fused import Epilogue, LayerNorm, can_inline, in_role, is_noop, norm_in_pytorch
 from .roles import Body, planned_entry
 
 
@@ -34,6 +34,36 @@ class MlpRoles(NamedTuple):
     act: str = ""
 
 
+def gate_of(mlp: Any) -> Any:
+    """The Linear of the gate; or whether it is the second half of fc1's output."""
+    gate = mlp.fused_roles.gate
+    return gate == "second" if gate in ("first", "second") else in_role(mlp, "gate")
+
+
+def linears_of(mlp: Any) -> list[Any]:
+    """fc1, fc2, and the gate's"""
+    every = in_role(mlp, "fc1"), in_role(mlp, "fc2"), gate_of(mlp)
+    return [m for m in every if isinstance(m, nn.Module)]
+
+
+def activation_of(mlp: Any) -> tuple[Any, str | None]:
+    """It, and the name that our ops give it."""
+    name, act = mlp.fused_roles.activation, in_role(mlp, "act")
+    return (ACTIVATIONS[name], name) if name else (act, activation_name(act))
+
+
+def is_one_op(mlp: Any) -> bool:
+    """Whether all of it is one op as things are."""
+    plain = all(map(is_plain, linears_of(mlp))) and activation_of(mlp)[1] is not None
+    if not plain or type(mlp).fused_draws(mlp):
+        return False
+    norm = in_role(mlp, "inner_norm")
+    if is_noop(norm) or not mlp.fused_roles.gate:
+        return is_noop(norm)
+    is_ours = isinstance(norm, LayerNorm) and can_inline(norm)
+    return is_ours and norm.fused_parameters()[0] is not None
+
+
 class Mlp(Body):
     """norm -> fc1 -> activation -> dropout -> inner_norm -> fc2 -> dropout; with a gate,
     act(gate(x)) * fc1(x) -> dropout."""
@@ -47,71 +77,45 @@ class Mlp(Body):
         is_conv = type(fused.part(module, cls.fused_roles.fc1)) is nn.Conv2d
         return "its layers are convolutions" if is_conv else None
 
-    def fused_gate(self: Any) -> Any:
-        """The Linear of the gate; or whether it is the second half of fc1's output."""
-        gate = self.fused_roles.gate
-        return gate == "second" if gate in ("first", "second") else self.fused_part("gate")
-
-    def fused_linears(self: Any) -> list[Any]:
-        """fc1, fc2, and the gate's"""
-        every = self.fused_part("fc1"), self.fused_part("fc2"), self.fused_gate()
-        return [m for m in every if isinstance(m, nn.Module)]
-
-    def fused_activation(self: Any) -> tuple[Any, str | None]:
-        """It, and the name that our ops give it."""
-        name, act = self.fused_roles.activation, self.fused_part("act")
-        return (ACTIVATIONS[name], name) if name else (act, activation_name(act))
-
-    def fused_is_one_op(self: Any) -> bool:
-        """Whether all of it is one op as things are."""
-        plain = all(map(is_plain, self.fused_linears())) and self.fused_activation()[1] is not None
-        if not plain or self.fused_draws():
-            return False
-        norm = self.fused_part("inner_norm")
-        if is_noop(norm) or not self.fused_roles.gate:
-            return is_noop(norm)
-        is_ours = isinstance(norm, LayerNorm) and can_inline(norm)
-        return is_ours and norm.fused_parameters()[0] is not None
-
     def fused_by_parts(self: Any, x: Tensor, epilogue: Epilogue) -> Tensor:
         """All of it and the epilogue, part by part."""
-        fc1, gate, (act, name) = self.fused_part("fc1"), self.fused_gate(), self.fused_activation()
+        fc1, gate, (act, name) = in_role(self, "fc1"), gate_of(self), activation_of(self)
         gated = bool(self.fused_roles.gate)
         if not gated and name is not None and is_plain(fc1):
             hidden = linear(x, fc1.weight, fc1.bias, activation=name)
         elif not gated:
-            hidden = act(project(fc1, x))
+            hidden = act(fused.project(fc1, x))
         elif isinstance(gate, nn.Module):
-            hidden = act(project(gate, x)) * project(fc1, x)
+            hidden = act(fused.project(gate, x)) * fused.project(fc1, x)
         else:
-            first, value = project(fc1, x).chunk(2, dim=-1)[:: -1 if gate else 1]
+            first, value = fused.project(fc1, x).chunk(2, dim=-1)[:: -1 if gate else 1]
             hidden = act(first) * value
-        for m in (self.fused_part("drop"), self.fused_part("inner_norm")):
+        for m in (in_role(self, "drop"), in_role(self, "inner_norm")):
             hidden = hidden if m is None else m(hidden)
-        last, after = self.fused_part("fc2"), self.fused_part("after")
+        last, after = in_role(self, "fc2"), in_role(self, "after")
         return fused.project_out(last, after, hidden, epilogue)
 
     def fused_pytorch(self: Any) -> Iterator[tuple[str, float]]:
-        drops = any(getattr(self.fused_part(drop), "p", 0) for drop in ("drop", "after"))
-        if self.fused_roles.gate and (drops or not self.fused_is_one_op()):  # one at rest may wake
-            width = self.fused_part("fc2").in_features
+        drops = any(getattr(in_role(self, drop), "p", 0) for drop in ("drop", "after"))
+        if self.fused_roles.gate and (drops or not is_one_op(self)):  # one at rest may wake
+            width = in_role(self, "fc2").in_features
             yield "gate of the MLP", 5 * width
-            yield from norm_in_pytorch("norm of the MLP", self.fused_part("inner_norm"), width)
+            yield from norm_in_pytorch("norm of the MLP", in_role(self, "inner_norm"), width)
 
     def fused_accepts_autocast_input(self) -> bool:
-        fc1, _, *gate = self.fused_linears()
+        fc1, _, *gate = linears_of(self)
         return not self.fused_roles.norm and all(map(is_plain, (fc1, *gate)))
 
     def fused_draws(self) -> bool:
-        return not (is_noop(self.fused_part("drop")) and is_noop(self.fused_part("after")))
+        return not (is_noop(in_role(self, "drop")) and is_noop(in_role(self, "after")))
 
     def fused_planned(self: Any, place: fused.Place) -> fused.Planned:
-        linears, gate, found = self.fused_linears(), self.fused_gate(), self.fused_found(place)
-        enter = planned_entry(place, self.fused_part("norm"), linears[0])
-        name: Any = self.fused_activation()[1]
+        linears, gate, found = linears_of(self), gate_of(self), type(self).fused_found(self, place)
+        enter = planned_entry(place, in_role(self, "norm"), linears[0])
+        name: Any = activation_of(self)[1]
         gated, gate_last = bool(self.fused_roles.gate), gate is True
-        reads = [*map(place, linears)] if self.fused_is_one_op() else []
-        norm = self.fused_part("inner_norm")
+        reads = [*map(place, linears)] if is_one_op(self) else []
+        norm = in_role(self, "inner_norm")
         inner = None if is_noop(norm) else place(norm)
 
         def run(modules: list[Any], x: Tensor, epilogue: Epilogue, more: Any) -> Tensor:
@@ -119,10 +123,10 @@ class Mlp(Body):
                 x, epilogue = enter(modules, x, epilogue)
             if not reads:
                 return found(modules).fused_by_parts(x, epilogue)
-            weights = *weights_of(modules[reads[0]]), *weights_of(modules[reads[1]])
+            weights = *fused.weights_of(modules[reads[0]]), *fused.weights_of(modules[reads[1]])
             if not gated:
                 return mlp(x, *weights, activation=name, **epilogue)
-            gate = weights_of(modules[reads[2]]) if len(reads) == 3 else (None, None)
+            gate = fused.weights_of(modules[reads[2]]) if len(reads) == 3 else (None, None)
             norm = (None, None, 1e-6) if inner is None else modules[inner].fused_parameters()
             return gated_mlp(
                 x, *weights, gate_weight=gate[0], gate_bias=gate[1], norm_weight=norm[0],

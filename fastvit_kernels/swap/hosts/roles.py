@@ -12,7 +12,7 @@ from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import is_plain
 from ..plans import Run
 from . import fused
-from .fused import NOTHING, Epilogue, Fused, Place, can_inline
+from .fused import NOTHING, Epilogue, Fused, Place, can_inline, in_role
 
 # (the plan's modules, x, epilogue) -> what the body reads, and its epilogue
 Entry = Callable[[list[Any], Tensor, Epilogue], tuple[Tensor, Epilogue]]
@@ -27,7 +27,7 @@ class Body(Fused):
         return lambda modules: modules[at]
 
     def fused_resolved(self: Any, place: Place) -> Run:
-        compute, result = self.fused_planned(place), self.fused_roles.result
+        compute, result = type(self).fused_planned(self, place), self.fused_roles.result
         if getattr(self.fused_roles, "weights", False):
             result = None
         return lambda modules, x, extras: as_result(compute(modules, x, NOTHING, extras), result)
@@ -69,7 +69,7 @@ class MaskedLinear(Fused):
     fused_roles: ClassVar[LinearRoles]
 
     def fused_weights(self: Any) -> tuple[Tensor, Tensor]:
-        return self.weight, self.bias * self.fused_part("mask").to(self.bias.dtype)
+        return self.weight, self.bias * in_role(self, "mask").to(self.bias.dtype)
 
     def fused_forward(self, x: Tensor) -> Tensor:
         return linear(x, *self.fused_weights())
