@@ -335,7 +335,7 @@ def hooks_on_saves() -> list[Any]:
 # decides anew, as if each forward were its own.
 CheckpointFrame: Any = _find("torch.utils.checkpoint:_CheckpointFrame", gone=())
 # The number of the backward under way, -1 outside. Gone: as if there were none.
-_graph_task: Callable[[], int] = _find(
+graph_task: Callable[[], int] = _find(
     "torch:_C._current_graph_task_id", gone=lambda: -1, tried=()
 )  # fmt: skip
 # False inside an autograd Function's forward. Gone: as if inside, which looks at the callers.
@@ -346,13 +346,13 @@ has_forward_gradients: Callable[[], bool] = _find(
 
 def in_backward() -> bool:
     """Whether a backward is under way, whose forwards are recomputations."""
-    return _graph_task() != -1
+    return graph_task() != -1
 
 
 def may_be_rerun() -> bool:
     """Whether a checkpoint may be around this call: its hooks on what autograd saves, the forward
     of an autograd Function, a backward."""
-    return _top_saves_hooks(True) is not None or not has_forward_gradients() or _graph_task() != -1
+    return _top_saves_hooks(True) is not None or not has_forward_gradients() or graph_task() != -1
 
 
 # The class of an autograd.Function's nodes. Gone: None, and no node hands another anything.

@@ -19,22 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import backend as backends, recompute
+from . import backend as backends, compat, recompute
 from .backend import GPUS, Backend, backend, bf16_reason, own_backend, reason_for_torch, use_triton
-from .compat import (
-    FakeTensor,
-    FunctionalTensor,
-    forward_level,
-    in_forward_mode,
-    in_transform,
-    is_autocast_on,
-    is_dynamo_compiling,
-    is_jit_tracing,
-    is_profiling,
-    may_be_rerun,
-    needs_dispatcher,
-    num_modes,
-)  # fmt: skip
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
 
@@ -44,7 +30,7 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SCALARS = frozenset({bool, int, float, str, torch.dtype})
-_OF_COMPILERS = (FakeTensor, FunctionalTensor)
+_OF_COMPILERS = (compat.FakeTensor, compat.FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _grad_enabled = torch.is_grad_enabled
@@ -63,7 +49,7 @@ def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
         (type(x), x) if type(x) in _SCALARS else id(x)
         for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter)
     )  # fmt: skip
-    if not (in_transform() or is_jit_tracing() or in_forward_mode()):
+    if not (compat.in_transform() or compat.is_jit_tracing() or compat.in_forward_mode()):
         looked = recompute.remembered(("operators", key), looked)
     now = backends.get_backend()
     is_torch = now == "torch"
@@ -101,15 +87,15 @@ def cached_dispatch(decide: Decide) -> Decide:
 
     @functools.wraps(decide)
     def dispatch(*args: Any) -> Any:
-        if is_dynamo_compiling():
+        if compat.is_dynamo_compiling():
             return decide(*args)
         # `needs_dispatcher`, of functions of C
-        looked = num_modes() > 0 or in_transform() or forward_level() >= 0
-        looked = looked or is_jit_tracing() or is_profiling()
+        looked = compat.num_modes() > 0 or compat.in_transform() or compat.forward_level() >= 0
+        looked = looked or compat.is_jit_tracing() or compat.is_profiling()
         chosen = own_backend() or backends.process
         by_torch = chosen == "torch"  # whose functions take any memory
         if looked or recompute.noted or listeners or by_torch:
-            if may_be_rerun():
+            if compat.may_be_rerun():
                 looked, then = _then(looked, decide, *args)
                 if then != chosen:
                     with backend(then):
@@ -118,7 +104,8 @@ def cached_dispatch(decide: Decide) -> Decide:
                 _tell(decide, args)
             if looked:
                 return decide(*args)
-        facts = [chosen, GPUS.absent, _grad_enabled(), is_autocast_on() and _autocast_dtypes()]
+        autocast = compat.is_autocast_on() and _autocast_dtypes()
+        facts = [chosen, GPUS.absent, _grad_enabled(), autocast]
         try:
             for x in args:
                 if x is None:
@@ -174,7 +161,7 @@ def choose_route(op: str, unsupported: str | None, *tensors: Tensor | None) -> R
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
     unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
-    if not is_dynamo_compiling() and listeners:
+    if not compat.is_dynamo_compiling() and listeners:
         _routes.append((op, reason_for_torch(first, unsupported)))
     return REGISTERED if use_triton(op, first, unsupported) else None
 
@@ -192,7 +179,7 @@ def _own_dispatch(x: Tensor | None) -> str | None:
 def backward_route(route: Route, *grads: Tensor | None) -> Route:
     """The route of a backward: the forward's, unless by now somebody watches, or a gradient's
     memory does not hold its values as they are."""
-    if route is not EAGER or needs_dispatcher():
+    if route is not EAGER or compat.needs_dispatcher():
         return REGISTERED
     try:
         for x in grads:
@@ -207,9 +194,9 @@ class _FirstOrder(torch.autograd.Function):
     """Gradients as they are, with a node behind them that refuses to be run."""
 
     @staticmethod
-    def forward(ctx, op, *grads):
+    def forward(ctx, op, number, *tensors):
         ctx.op = op
-        return tuple(g.view_as(g) for g in grads)
+        return tuple(g.view_as(g) for g in tensors[:number])
 
     @staticmethod
     def backward(ctx, *_):
@@ -238,22 +225,55 @@ def first_order(op: str | None) -> Callable[[Callable[..., Any]], Callable[..., 
                 return backward(ctx, *grads)
             if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
                 return guarded(ctx, *grads)
+            watched = _Watched(ctx)
             with torch.no_grad():
-                outputs = backward(ctx, *grads)
-            return _refusing(op or ctx.spec.op, outputs)
+                outputs = backward(watched, *grads)
+            read = [g for g in (*grads, *watched.read) if g is not None and g.requires_grad]
+            read += _leaves([fn for fn, _ in ctx.next_functions], {g.grad_fn for g in read})
+            return _refusing(op or ctx.spec.op, outputs, read)
 
         return call
 
     return decorate
 
 
-def _refusing(op: str, outputs: Any) -> Any:
-    """The gradients with a node behind them that refuses to be run."""
+class _Watched:
+    """A Function's ctx that notes which saved tensors are read: a checkpoint gives each once."""
+
+    def __init__(self, ctx: Any):
+        vars(self).update(ctx=ctx, read=[])
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.ctx, name)
+        if name == "saved_tensors":
+            self.read.extend(value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
+def _leaves(nodes: list[Any], known: set[Any]) -> list[Tensor]:
+    """The leaves that these nodes of the graph lead to, but for those behind known ones."""
+    found: list[Tensor] = []
+    while nodes:
+        if (node := nodes.pop()) is None or node in known:
+            continue
+        known.add(node)
+        found += [node.variable] if hasattr(node, "variable") else []
+        nodes += [fn for fn, _ in node.next_functions]
+    return found
+
+
+def _refusing(op: str, outputs: Any, read: list[Tensor]) -> Any:
+    """The gradients with a node behind them that refuses to be run. It leads to what they were made
+    of, as the engine runs no node that leads to none of the inputs that it is asked for."""
     single = isinstance(outputs, Tensor)
     outputs = [outputs] if single else list(outputs)
     places = [i for i, x in enumerate(outputs) if x is not None]
     if places:
-        refusing = _FirstOrder.apply(op, *(outputs[i].detach().requires_grad_() for i in places))
+        made = (outputs[i].detach().requires_grad_() for i in places)
+        refusing = _FirstOrder.apply(op, len(places), *made, *read)
         for i, x in zip(places, refusing, strict=True):
             outputs[i] = x
     return outputs[0] if single else tuple(outputs)

@@ -22,16 +22,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint
 
-from .compat import (
-    CheckpointFrame,
-    has_forward_gradients,
-    hooks_on_saves,
-    in_backward,
-    may_be_rerun,
-    node_class,
-)  # fmt: skip
+from . import compat
 
-_REENTRANT: Any = node_class(checkpoint.CheckpointFunction) or ()
+_REENTRANT: Any = compat.node_class(checkpoint.CheckpointFunction) or ()
 _RERUN = BackwardCFunction.apply.__code__  # what the engine calls, with the ctx first
 
 noted = False  # whether a note may be kept: the one thing that a call reads
@@ -56,13 +49,13 @@ def remembered(key: Hashable, now: bool, inside: Collection[Any] = ()) -> bool:
         noted = False
         noted = bool(_notes)  # another thread may have noted one meanwhile
         return now
-    if not may_be_rerun():
+    if not compat.may_be_rerun():
         return now
     forwards, reruns = ([run for run in runs if run not in inside] for runs in enclosing())
     kept = [_notes[run] for run in reruns if run in _notes]
     if any(key in notes for notes in kept):
         now = True
-    elif any(isinstance(run, (CheckpointFrame, _REENTRANT)) for run in reruns):
+    elif any(isinstance(run, (compat.CheckpointFrame, _REENTRANT)) for run in reruns):
         now = False  # its forward was not watched
     if now:
         for run in forwards:
@@ -90,14 +83,14 @@ def enclosing() -> tuple[list[Any], list[Any]]:
     forwards: list[Any] = []
     reruns: list[Any] = []
     try:
-        for pack, _ in hooks_on_saves():
+        for pack, _ in compat.hooks_on_saves():
             for cell in inspect.unwrap(pack).__closure__ or ():
                 held = cell.cell_contents
-                if isinstance(held, CheckpointFrame):
+                if isinstance(held, compat.CheckpointFrame):
                     forwards.append(held)
-                elif isinstance(held, ref) and isinstance(held(), CheckpointFrame):
+                elif isinstance(held, ref) and isinstance(held(), compat.CheckpointFrame):
                     reruns.append(held())
-        if not has_forward_gradients() or in_backward():
+        if not compat.has_forward_gradients() or compat.in_backward():
             _add_functions(forwards, reruns)
     except (AttributeError, TypeError, ValueError):
         pass  # another torch: as it is now

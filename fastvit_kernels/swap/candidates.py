@@ -131,6 +131,12 @@ def attention_roles(
     )
 
 
+def drops(seen: Observation) -> bool:
+    """Whether torch's attention drops probabilities."""
+    calls = (e for e in seen.events if e.function == SDPA)
+    return any(_argument(e, 4, "dropout_p", 0.0) for e in calls)
+
+
 def _raw(seen: Observation, projections: tuple[str, ...]) -> dict[str, Any]:
     """The parameters that stand for the biases of projections whose weights are read."""
     calls = {e.part: e for e in seen.events if e.part in projections and e.function == "linear"}

@@ -101,6 +101,15 @@ def methods(cls: type) -> tuple[str, ...]:
 
 
 @cache
+def lineage(cls: type) -> tuple[type, ...]:
+    """A host's class and its parents of which it overrides a method, which it may call."""
+    own = {name: getattr(cls, name) for name in methods(cls)}
+    parents = cls.__mro__[1 : cls.__mro__.index(nn.Module)] if nn.Module in cls.__mro__ else ()
+    above = (p for p in parents if not p.__module__.startswith("torch."))
+    return cls, *(p for p in above if any(own.get(n, f) is not f for n, f in vars(p).items()))
+
+
+@cache
 def _globals_of(cls: type) -> tuple[tuple[dict[str, Any], tuple[str, ...]], ...]:
     """The functions and simple values of its module that a class's methods read, by name."""
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
@@ -123,12 +132,12 @@ def patched(module: nn.Module, cls: Any) -> str | None:
     name = next((n for n in methods(host_of(type(module))) if callable(own.get(n))), None)
     if name is not None and (name != "forward" or not level_of(type(module))):
         return f"its {name} was replaced on the instance"
-    for name in methods(host):
-        function = getattr(host, name, None)
-        owner = next((c for c in host.__mro__ if name in vars(c)), host)
+    for kind, name in ((c, n) for c in lineage(host) for n in methods(c)):
+        function = getattr(kind, name, None)
+        owner = next((c for c in kind.__mro__ if name in vars(c)), kind)
         home = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
         if home not in DECORATORS and home != owner.__module__.partition(".")[0]:
-            return f"{host.__name__}.{name} was replaced"  # by another package
+            return f"{kind.__name__}.{name} was replaced"  # by another package
     return None
 
 
@@ -259,11 +268,12 @@ class Facts:
         self.names = names
         self.lengths = [len(vars(modules[place])) for place in self.known]
         planned: list[Any] = [class_of(m) for m in modules]
-        classes = dict.fromkeys(host_of(planned[place]) for place in self.known)
+        classes = dict.fromkeys(c for p in self.known for c in lineage(host_of(planned[p])))
         self.classes = [c for c in classes if methods(c)]
         self.methods = [attrgetter(*methods(c)) for c in self.classes]
         self.functions = [*map(_get_attribute, self.methods, self.classes)]
-        unread = dict.fromkeys(host_of(planned[place]) for place in self.known if wholes[place])
+        read = (host_of(planned[p]) for p in self.known if wholes[p])
+        unread = dict.fromkeys(c for host in read for c in lineage(host))
         self.globals = [(home, itemgetter(*n)) for c in unread for home, n in _globals_of(c)]
         self.readers = [c for c in unread for _ in _globals_of(c)]
         self.read: list[Any] = [get(home) for home, get in self.globals]

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..runtime.plain import is_watched_everywhere
 from . import hosts, observe
-from .candidates import attention_roles, mlp_roles
+from .candidates import attention_roles, drops, mlp_roles
 from .copies import Copier
 from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
 from .hosts import fused
@@ -229,22 +229,31 @@ class Search:
                 why.append(refused)
         raise min(why, key=lambda refused: isinstance(refused, NotACandidate))
 
+    def watched(self, training: bool = True, more: Any = None) -> observe.Observation:
+        """What its forward does. In evaluation it must draw no dropout: no proof tries that."""
+        seen = observe.observed(self.module, self.class_of, training, more)
+        if drops(seen):
+            if not training:
+                raise Unsupported("its attention drops in evaluation, too")
+            self.watched(False, more)
+        return seen
+
     def branch(self) -> Any:
         """An attention or an MLP."""
         module, angles = self.module, observe.angle_argument(self.module)
         try:
-            seen = observe.observed(module, self.class_of, training=True)
+            seen = self.watched()
         except NotACandidate:
             if angles is None:
                 raise
             more = partial(observe.angles_for, name=angles, roles=None)
-            seen = observe.observed(module, self.class_of, True, more)
+            seen = self.watched(more=more)
             candidates = attention_roles(module, seen) or ()
             needing = [roles._replace(needs_rope=True) for roles in candidates]
             return self.with_masks(self.with_rope(angles, needing))
         candidates = attention_roles(module, seen)
         if candidates is None:
-            return self.first(mlp_roles(module, observe.observed(module, self.class_of, False)))
+            return self.first(mlp_roles(module, self.watched(training=False)))
         roles = self.first(candidates)
         return self.with_masks(roles if angles is None else self.with_rope(angles, [roles], roles))
 
@@ -292,7 +301,7 @@ class Search:
         cls: Any = recognised_class(type(self.module), roles)
         taken = (*cls.fused_extra_kwargs, observe.angle_argument(self.module))
         for name in names[1:]:  # a caller may give what nothing reads
-            if defaults.get(name, name) is None and name not in taken and not observe.is_mask(name):
+            if defaults.get(name) is None and name not in taken:
                 unread = roles._replace(unread=(*roles.unread, name))
                 roles = self.first([unread], roles, at_size=False)
         if "list" in type(self.module).forward.__code__.co_names:
@@ -307,7 +316,7 @@ class Search:
         for training in (True, False):
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
-                    seen = observe.observed(self.module, self.class_of, training, more)
+                    seen = self.watched(training, more)
                     every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
                 except Unsupported as refused:
                     why.append(refused)

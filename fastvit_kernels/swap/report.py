@@ -222,6 +222,7 @@ class _Maker:
         self.left: set[str] = set()
         self.covered: set[str] = set()  # names whose module a wider one bypasses
         self.moved: Counter[str] = Counter()  # elements that PyTorch reads and writes inside
+        self.called_norms: set[str] = set()  # those of these are among them
 
     def leave(self, name: str, module: Any, reason: str) -> None:
         if reason and name not in self.left:
@@ -285,6 +286,7 @@ class _Maker:
             if not isinstance(m, Fused) and "norm" in child.rpartition(".")[2]:
                 widths = [p.shape[-1] for p in m.parameters() if p.ndim]
                 self.moved[type(m).__name__] += 2 * widths[0] if widths else 0
+                self.called_norms.add(child)
         rebuilt = [step.norm for step, branch, _ in _branches(module) if branch.rebuild]
         report.rebuilt += [prefix + norm for norm in rebuilt]
         levels = [module.get_submodule(norm).fused_level for norm in rebuilt]
@@ -379,7 +381,8 @@ class _Maker:
         mixin = mixin if isinstance(module, Fused) else hosts.swapped_class(mixin) or Unfused
         if isinstance(module, nn.LayerNorm) or issubclass(mixin, Norm):
             known = hasattr(module, "normalized_shape") or hasattr(module, "weight")
-            return 0, fused, 2 * width_of(module) * (rows > 1) if known else 0
+            counts = rows > 1 and known and name not in self.called_norms
+            return 0, fused, 2 * width_of(module) * counts
         width = _attention_width(module, mixin)
         flops = 4 * tokens * keys * width
         if isinstance(module, nn.MultiheadAttention):

@@ -541,6 +541,47 @@ def test_double_backward(op):
     assert ("SDPBackend.MATH" in str(error.value)) == name.endswith(("attention", "sdpa"))
 
 
+@pytest.mark.parametrize("residual", ["", "residual", "no gradient"])
+@pytest.mark.parametrize("op", ["linear", "mlp", "gated_mlp"])
+def test_a_result_may_change_in_place(op, residual):
+    """As a block's may: what follows it adds to it, or clamps it."""
+    unusual = ("residual", "layer_scale", "row_scale")
+    results = []
+    for change in (lambda y: y * 2, lambda y: y.mul_(2)):
+        arguments = {n: x for n, x in _with_gradients(op).items() if n not in unusual}
+        x = arguments["x"]
+        if residual:
+            y = GOOD[op].call(**arguments)
+            arguments["residual"] = torch.ones_like(y, requires_grad=residual == "residual")
+        change(GOOD[op].call(**arguments)).square().sum().backward()
+        results.append((x.grad, *(x.grad for x in arguments.values() if isinstance(x, Tensor))))
+    for wanted, got in zip(*results, strict=True):
+        assert wanted is got is None or torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "made"])
+@pytest.mark.parametrize("op", OPS)
+def test_double_backward_for_named_inputs(op, leaves):
+    """The engine then runs what leads to these inputs alone: products of a Hessian."""
+    arguments = _with_gradients(op)
+    given = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
+    made = given if leaves else {n: x * 1.0 for n, x in given.items()}
+    loss = GOOD[op].call(**arguments | made).square().sum()
+    grads = torch.autograd.grad(loss, [*given.values()], create_graph=True)
+    product = sum(g.square().sum() for g in grads)
+    for x in given.values():
+        with pytest.raises(NotImplementedError, match="the kernels have no second derivative"):
+            torch.autograd.grad(product, x, retain_graph=True, allow_unused=True)
+
+
+def test_double_backward_for_an_input_that_is_not_saved():
+    arguments = _with_gradients("mlp")
+    loss = GOOD["mlp"].call(**arguments).sum()  # its own gradient leads nowhere
+    (dx,) = torch.autograd.grad(loss, arguments["x"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="mlp: the kernels have no second derivative"):
+        torch.autograd.grad(dx.square().sum(), arguments["fc1_bias"], allow_unused=True)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_double_backward_on_the_torch_backend(op):
     arguments = _with_gradients(op)

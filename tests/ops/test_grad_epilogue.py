@@ -270,6 +270,25 @@ def test_grad_epilogue_between_streams(seen, monkeypatch):
     assert seen == [("mlp_bwd", fp32, (True, False))]
 
 
+def test_grad_epilogue_in_another_backward():
+    """One ends at the norm's input; what came of it changes, past its version, before the next."""
+
+    def gradients(run):
+        inputs, made = _inputs("linear", fp32, "layer_scale"), []
+        y, _ = run(**inputs, between=lambda x: made.append(x) or x)
+        (dx,) = torch.autograd.grad((y * y).sum(), made, retain_graph=True)
+        dx.data.mul_(0.5)
+        made[0].backward(dx)
+        return [inputs[n].grad for n in ("weight", "bias", "layer_scale")]
+
+    for got, wanted in zip(
+        gradients(lambda between, **kw: _fused("linear", between)(**kw)),
+        gradients(lambda between, **kw: _reference("linear", between)(**kw)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_grad_epilogue_in_torch_compile():
     """Its graphs have no nodes to look at: the layer reads dx itself."""
     torch.compiler.reset()

@@ -17,7 +17,7 @@ import torch
 from private import NoDispatch, shares_memory, tree_leaves, tree_map_only
 from torch import Tensor
 
-from fastvit_kernels.runtime import compat, dispatch, operator as operators
+from fastvit_kernels.runtime import compat, operator as operators
 
 GUARD_BYTES = 64 * 1024  # wider than a tile, so that a tile that starts inside ends in the guard
 ALIGNMENT = 16
@@ -147,11 +147,11 @@ def unwatched(is_direct: bool = True) -> Iterator[None]:
     """Inside, calls go past torch's dispatcher, as a user's do, though a guard looks on."""
     num_modes = compat.num_modes
     if is_direct:
-        compat.num_modes = dispatch.num_modes = lambda: 0
+        compat.num_modes = lambda: 0
     try:
         yield
     finally:
-        compat.num_modes = dispatch.num_modes = num_modes
+        compat.num_modes = num_modes
 
 
 @contextmanager

@@ -46,6 +46,8 @@ NAMES = {
     "gpu_sleeps": "torch:cuda._sleep",
     # what dynamo has counted: its graphs, among others
     "compiler_counts": "torch._dynamo.utils:counters",
+    # of dynamo: whether a graph may have sizes that only a run tells
+    "dynamo_config": "torch._dynamo.config",
     # the graphs that dynamo has for a function, each with its guards
     "compiled_entries": "torch._dynamo.eval_frame:_debug_get_cache_entry_list",
     # what AOTAutograd imports, for 2 s, where it first parts a graph

@@ -21,7 +21,7 @@ from outside import by_hand, dino, dinov3, look_alikes, others
 from torch import nn
 
 from fastvit_kernels import backend, swap_in, swap_out, watch
-from fastvit_kernels.swap import facts, hosts, plans, prove, recognise
+from fastvit_kernels.swap import facts, hosts, observe, plans, prove, recognise
 from fastvit_kernels.swap.hosts import attention, block, mlp, timm as table
 from fastvit_kernels.swap.hosts.fused import Fused, RmsNorm
 from tests.model_coverage.compare import randomize
@@ -49,6 +49,7 @@ HOSTS = {
     "clip": others.ClipBlock,
     "inline": by_hand.Inline,
     "rms_norm": lambda: with_rms_norms("plain"),
+    "rms_norm of torch": lambda: with_rms_norms("torch"),
     "inline_dropout": partial(by_hand.Inline, order="HD3", dropout=0.1),
     "post_norm": partial(by_hand.Inline, post_norm=True),
     "wrapped": by_hand.wrapped,
@@ -58,6 +59,7 @@ HOSTS = {
     "gate_last": by_hand.ValueFirst,
     "causal": partial(look_alikes.Block, by_hand.Causal),
     "masked_by_itself": partial(look_alikes.Block, partial(by_hand.Causal, True)),
+    "wide_norms": partial(look_alikes.Block, by_hand.WideNorms),
     "table_attention": lambda: pytest.importorskip("timm").models.eva.EvaBlockPostNorm(32, 2),
 }
 
@@ -214,7 +216,9 @@ def test_a_norm_inside_a_gated_mlp_is_in_its_op(monkeypatch):
 
 def with_rms_norms(manner):
     module = by_hand.Inline()
-    module.ln1, module.ln2 = by_hand.RmsNorm(32, manner), by_hand.RmsNorm(32, manner)
+    make = partial(nn.RMSNorm, 32, eps=1e-5)
+    make = make if manner == "torch" else partial(by_hand.RmsNorm, 32, manner)
+    module.ln1, module.ln2 = make(), make()
     return module
 
 
@@ -264,6 +268,8 @@ LOOK_ALIKES = {
     "Hidden": "its result has a tensor besides",
     "HalvedScores": "computes something else",
     "Shifted": "computes something else",
+    "AlwaysDrops": "its attention drops in evaluation, too",
+    "DropsInside": "its attention drops in evaluation, too",
     "Remembering": "computes something else",
     "HalvedBranch": "none of ours: mul",
     "SecondResidual": "none of ours: add",
@@ -288,6 +294,34 @@ def test_an_honest_one_is_not():
         module = make()
         swap_in(module)
         assert isinstance(module, Fused)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_arguments_that_nothing_reads(reads, ran):
+    """V-JEPA's blocks are given masks, CroCo's positions, whether they read them or not."""
+    module, x = randomize(look_alikes.Given()).double(), torch.randn(2, 5, 32).double()
+    module.reads = reads
+    host, kept = copy.deepcopy(module), torch.randn(2, 5).double() > 0
+    swap_in(module)
+    ran.clear()
+    torch.testing.assert_close(
+        module(x, kept, mask=kept), host(x, kept, mask=kept), rtol=1e-9, atol=1e-9
+    )
+    assert bool(ran) is not reads
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_the_class_overrides_and_calls(when, monkeypatch):
+    module, x = randomize(look_alikes.Derived()).double(), torch.randn(2, 5, 32).double()
+    host = copy.deepcopy(module)
+    swap_in(module)
+    assert isinstance(module, Fused)
+    if when == "after":
+        torch.testing.assert_close(module(x), host(x), rtol=1e-9, atol=1e-9)
+    monkeypatch.setattr(look_alikes.Block, "forward", lambda self, x: x + self.mlp(x))
+    torch.testing.assert_close(module(x), host(x), rtol=0, atol=0)
+    monkeypatch.undo()
+    torch.testing.assert_close(module(x), host(x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["inline", "vit_pytorch", "wrapped"])
@@ -582,9 +616,9 @@ def searches(monkeypatch):
     observed, at_size = [], []
     for known in (recognise._found, recognise._last, prove._proofs, prove._at_sizes):
         known.clear()
-    own_observed, own_compare = recognise.observed, prove._compare
+    own_observed, own_compare = observe.observed, prove._compare
     monkeypatch.setattr(
-        recognise, "observed",
+        observe, "observed",
         lambda m, *a, **k: observed.append(type(m).__name__) or own_observed(m, *a, **k),
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from private import compiled_entries, compiler_counts, tree_map
+from private import compiled_entries, compiler_counts, dynamo_config, tree_map
 from torch import library
 
 from fastvit_kernels import (
@@ -86,6 +86,42 @@ def test_fullgraph_with_inductor():
     assert_same(step(model, compiled, inputs), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_decomposed_relative_positions_in_a_graph():
+    model = timm.create_model(
+        "samvit_base_patch16", depth=1, img_size=32, embed_dim=32, num_heads=2, neck_chans=None,
+        global_attn_indexes=(0,), num_classes=3,
+    )  # fmt: skip
+    assert swap_in(randomize(model)).level == "block"
+    images = torch.randn(2, 3, 32, 32)
+    wanted = step(model, model, images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(step(model, compiled, images), wanted)
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp", "gated_mlp"])
+def test_a_number_of_tokens_that_no_compiler_knows(op):
+    """Of images that are masked: what is kept is counted on the device."""
+    weight, second, bias = torch.randn(32, 32), torch.randn(32, 64), torch.randn(32)
+    first, gate = torch.randn(2, 64, 32).unbind()
+    inputs = [t.requires_grad_() for t in (weight, first, second, bias)]
+    call = {
+        "linear": lambda x: linear(x, weight, bias),
+        "mlp": lambda x: mlp(x, first, None, second, bias),
+        "gated_mlp": lambda x: gated_mlp(
+            x, first, None, second, bias, gate_weight=gate, activation="silu"
+        ),
+    }[op]
+
+    def loss(x, kept):
+        return call(x[kept].view(len(x), -1, 32)).square().mean()
+
+    x, kept = torch.randn(2, 8, 32), torch.arange(8).remainder(2).bool().expand(2, -1)
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(loss, fullgraph=True, backend="eager")(x, kept)
+    assert_same({"loss": found}, {"loss": loss(x, kept)})
+    assert torch.autograd.grad(found, inputs[0 if op == "linear" else 1])[0].isfinite().all()
+
+
 def test_batch_sizes_share_a_graph():
     model, images = swapped("vit_base_patch14_dinov2")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -109,7 +145,8 @@ def _guards(depth, scale, swaps):
 
 
 @pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="dynamo guards a class's function once for each module"
+    not "2.13" <= torch.__version__ < "2.14",
+    reason="dynamo 2.12 guards a class's function for each module, 2.14 each dict of hooks",
 )
 @pytest.mark.parametrize("scale", [None, 1e-5])
 def test_a_block_has_no_more_guards_than_its_host(scale):

@@ -151,7 +151,7 @@ def test_what_a_user_put_in_is_respected(change, when):
         ("lora_qkv", "blocks.0.attn.qkv", "it is a LoRA, not an nn.Linear"),
         ("parametrized_qkv", "blocks.0.attn.qkv", "it is a ParametrizedLinear, not an nn.Linear"),
         ("parametrized_norm", "blocks.0.norm1", "no fused class for it: the block calls it"),
-        ("another_norm", "blocks.0.norm1", "no fused class for it: the block calls it"),
+        ("another_norm", "blocks.0.norm1", "its eps depends on the dtype"),
         ("another_activation", "blocks.0.mlp.act", "no kernel for this activation"),
         ("another_mlp", "blocks.0.mlp", "no fused class for it: the block calls it"),
         ("instance_forward_block", "blocks.0", "its forward was replaced on the instance"),

@@ -104,9 +104,10 @@ def product_with_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias = bias.to(x.dtype)  # the library's products have one dtype
     if x.is_contiguous() and x.is_cuda | (x.dtype == torch.float32) and not is_autocast_on():
         z = F.linear(x, weight, bias)  # one call, where `out=` forms take four
-        return z if z.is_contiguous() else z.contiguous()
-    (N, K), shape = weight.shape, x.shape[:-1]
-    return matmul(x.reshape(shape.numel(), K), weight.t(), bias=bias).view(*shape, N)
+    else:
+        (N, K), shape = weight.shape, x.shape[:-1]
+        z = matmul(x.reshape(shape.numel(), K), weight.t(), bias=bias).view(*shape, N)
+    return z.contiguous().data  # no view of the library's matrix: a Function's result may change
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import as_dtype
-from ...runtime.compat import FakeTensor, node_class, raw_stream, version
+from ...runtime.compat import FakeTensor, graph_task, node_class, raw_stream, version
 from ...runtime.dispatch import backward_route
 from ...runtime.operator import EAGER, Operator
 from .late import LATE
@@ -42,24 +42,26 @@ class Reads(NamedTuple):
 
 def reads_of(
     dtype: torch.dtype, out_dtype: torch.dtype, bias: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, *, needs_d: bool, needs_dbias: bool, needs_dlayer_scale: bool,
+    row_scale: Tensor | None, *, x: Tensor, needs_d: bool, needs_dbias: bool,
+    needs_dlayer_scale: bool,
 ) -> Reads | None:  # fmt: skip
-    """What the backward of a layer that computes in dtype and writes out_dtype can take."""
+    """What the backward of a layer of x, that computes in dtype and writes out_dtype, can take."""
     needs_g = bias is not None and (needs_dbias or needs_dlayer_scale)
     d_dtype = dtype if dtype != out_dtype or row_scale is not None else None
-    if not needs_d or not (needs_g or d_dtype):
-        return None
+    if not needs_d or not (needs_g or d_dtype) or not (_compiling() or x.numel() > 0):
+        return None  # a compiler may know no number of elements
     if not needs_g or bias is None:
         return Reads(d_dtype, None)
     return Reads(d_dtype, bias.dtype if layer_scale is None else torch.float32)
 
 
 class Stashed(NamedTuple):
-    """The gradient that d and g belong to, its version, and the stream that wrote them."""
+    """The gradient that d and g belong to, its version, the stream and backward that wrote them."""
 
     gradient: Tensor
     version: int
     stream: int
+    task: int
     d: Tensor
     g: Tensor | None
 
@@ -102,7 +104,8 @@ def stash(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
     d_dtype, g_dtype = reader.reads
     reader.stashed = Stashed(
-        gradient, version(gradient), _stream(gradient), gradient if d_dtype is None else d,
+        gradient, version(gradient), _stream(gradient), graph_task(),
+        gradient if d_dtype is None else d,
         None if g_dtype is None else as_dtype(sums[-1], g_dtype),
     )  # fmt: skip
 
@@ -118,7 +121,7 @@ def pop(
         stashed, ctx.stashed = ctx.stashed, None
     if stashed is None or stashed.gradient is not dy or stashed.version != version(dy):
         return dy, row_scale, None, None
-    if stashed.stream != _stream(dy):
+    if (stashed.stream, stashed.task) != (_stream(dy), graph_task()):
         return dy, row_scale, None, None
     if layer_scale is None:
         return stashed.d, None, None, stashed.g

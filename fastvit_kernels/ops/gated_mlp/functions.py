@@ -239,7 +239,7 @@ def _decide(
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
         dtype, out_dtype, fc2_bias, layer_scale, row_scale,
-        needs_d=(needs_dhidden or needs_hidden or needs_dfc2_bias) and x.numel() > 0,
+        x=x, needs_d=needs_dhidden or needs_hidden or needs_dfc2_bias,
         needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
     )  # fmt: skip
     route = choose_route(op, next(filter(None, reasons), None), *inputs, row_scale)

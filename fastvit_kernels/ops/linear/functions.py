@@ -77,7 +77,7 @@ def linear_ref(
 
 def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """y (..., N) from x (..., K) contiguous, weight (N, K), residual (..., N), all of one dtype."""
-    y = F.linear(x, weight, bias)
+    y = F.linear(x, weight, bias).data  # no view, as in `product_with_bias`
     return y if residual is None else y.add_(residual)
 
 
@@ -211,7 +211,7 @@ def _decide(
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
         dtype, out_dtype, bias, layer_scale, row_scale,
-        needs_d=needs_dz and not activation and x.numel() > 0,
+        x=x, needs_d=needs_dz and not activation,
         needs_dbias=needs_dbias, needs_dlayer_scale=needs_dscale,
     )  # fmt: skip
     is_small = residual is not None and weight.shape[1] <= weight.shape[0]

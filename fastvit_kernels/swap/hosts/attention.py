@@ -270,7 +270,8 @@ class Attention(Body):
         norms, by_host = self.fused_norms(), angles is not None and turn is None
         along: Any = tuple(part(self, n, None) for n in roles.along)
         along = () if None in along else along
-        usual = norms is not None and not (by_host or causal or along or roles.turn)
+        known = by_host or causal or len(along) > 0 or roles.turn  # Dynamo negates no tuple
+        usual = norms is not None and not known
         low = not (turn is not None or by_host or roles.turn)  # only attention reads what is normed
         weights = self.fused_weights()
         packed = as_one(weights) if roles.layout == "3HD" else None
@@ -288,9 +289,11 @@ class Attention(Body):
             qkv = qkv.unflatten(-1, axes).movedim(roles.layout.index("3") - 3, -3)
             if norms is not None and usual:
                 return attend_qkv(qkv, turn, norms, **given)
-            q, k, v = unpack(qkv)
+            every = [t.flatten(-2) for t in qkv.unbind(-3)] if roles.wide_norms else ()
+            q, k, v = every or unpack(qkv)
         else:
             q, k, v = every
+        if len(every) > 0:
             if roles.wide_norms:
                 q, k = self.fused_normed(q, k, low)
             q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))

@@ -209,6 +209,7 @@ PatchConv.fused_of_tokens = PatchConvOfTokens
 
 TABLE: dict[str, Any] = {
     "torch.nn.modules.normalization.LayerNorm": fused.LayerNorm,
+    "torch.nn.modules.normalization.RMSNorm": fused.RmsNorm,
     "torch.nn.modules.conv.Conv2d": PatchConv,
     "torch.nn.modules.conv.Conv3d": PatchConv,
     "torch.nn.modules.container.Sequential": SequentialMlp,

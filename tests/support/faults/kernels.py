@@ -201,6 +201,27 @@ LAYER_NORM = [
         "*params, eps, dtype,", "*params, 2 * eps + 1e-3, dtype,",
     ),
     Fault(
+        "second-derivative-pruned", "runtime/dispatch.py", "_refusing",
+        "no node refuses a second derivative for inputs that are named",
+        "*made, *read)", "*made)", only=("ops/test_bad_calls.py",),
+    ),
+    Fault(
+        "second-derivative-leaves", "runtime/dispatch.py", "first_order",
+        "nor one for a leaf that is not saved",
+        "read += _leaves(", "_leaves(", only=("ops/test_bad_calls.py",),
+    ),
+    Fault(
+        "result-is-a-view", "ops/common/gemm.py", "product_with_bias",
+        "what follows may not change a result in place", "z.contiguous().data", "z.contiguous()",
+        only=("ops/test_bad_calls.py",),
+    ),
+    Fault(
+        "result-is-a-view-by-library", "ops/linear/functions.py", "by_library",
+        "what follows may not change a result in place",
+        "F.linear(x, weight, bias).data", "F.linear(x, weight, bias)",
+        only=("ops/test_bad_calls.py",),
+    ),
+    Fault(
         "late-at-once", "ops/common/late.py", "made",
         "what a backward reads late takes memory when it is unpacked",
         "if self.makers is None:", "if True:", only=("ops/test_recomputed_norm.py",),

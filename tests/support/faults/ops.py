@@ -403,7 +403,7 @@ FAULTS: list[Fault] = [
         "runtime/dispatch.py",
         "cached_dispatch",
         "a first call decides for those under another autocast",
-        "is_autocast_on() and _autocast_dtypes()",
+        "compat.is_autocast_on() and _autocast_dtypes()",
         "None",
         only=("runtime/test_decisions.py",),
     ),

@@ -103,7 +103,7 @@ FAULTS: list[Fault] = [
     Fault(
         "status-reentrant-rerun", RECOMPUTE, "",
         "a reentrant recomputation goes the way of who watches the backward",
-        "node_class(checkpoint.CheckpointFunction) or ()", "()",
+        "compat.node_class(checkpoint.CheckpointFunction) or ()", "()",
         only=_test("test_a_recomputation_draws_its_forwards_dropout[True]"),
     ),
     Fault(
@@ -162,8 +162,8 @@ FAULTS: list[Fault] = [
     Fault(
         "status-compiles-anew", DISPATCH, "choose_route",
         "watching a compiled module compiles it anew",
-        "not is_dynamo_compiling() and listeners",
-        "listeners and not is_dynamo_compiling()",
+        "not compat.is_dynamo_compiling() and listeners",
+        "listeners and not compat.is_dynamo_compiling()",
         only=_test("test_watch_of_wrapped_and_of_compiled_models"),
     ),
     Fault(
@@ -234,7 +234,7 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "report-moved-norms", REPORT, "_Maker.flops", "a norm reads and writes nothing",
-        "2 * width_of(module) * (rows > 1)", "width_of(module) * (rows > 1)", only=MOVED,
+        "2 * width_of(module) * counts", "width_of(module) * counts", only=MOVED,
     ),
     Fault(
         "report-inlined", REPORT, "_Maker.count", "half of an inline attention's FLOPs",

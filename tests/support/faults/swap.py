@@ -601,8 +601,8 @@ FAULTS = [
     ),
     Fault(
         "proof-first-no-grad", "runtime/dispatch.py", "cached_dispatch",
-        "the first call under no_grad decides for later ones", "_grad_enabled(), is_auto",
-        "True, is_auto", only=(ORDER,),
+        "the first call under no_grad decides for later ones", "_grad_enabled(), autocast]",
+        "True, autocast]", only=(ORDER,),
     ),
     Fault(
         "proof-first-dtype", "runtime/dispatch.py", "cached_dispatch",
@@ -850,6 +850,53 @@ FAULTS = [
         "a mask is handed on unchecked",
         "checked = of_body.fused_checked(body, seen, given | held)", "checked = (seen, given)",
         only=("swap/test_padded_hosts.py", "swap/test_packed_hosts.py"),
+    ),
+    Fault(
+        "search-drops-in-evaluation", "swap/recognise.py", "watched",
+        "an attention that drops in evaluation too drops nothing there",
+        "if drops(seen):", "if False:",
+        only=("swap/test_recognise.py::test_a_look_alike_is_left_alone",),
+    ),
+    Fault(
+        "facts-overridden", "swap/facts.py", "lineage",
+        "a replaced forward that a class overrides and calls is not seen",
+        "return cls, *(p for", "return cls, *(() and p for",
+        only=("swap/test_recognise.py::test_a_forward_that_the_class_overrides_and_calls",),
+    ),
+    Fault(
+        "attention-wide-packed", "swap/hosts/attention.py", "Attention.fused_attend",
+        "norms over all heads of a packed projection are left out",
+        "for t in qkv.unbind(-3)] if roles.wide_norms else ()", "for t in ()]",
+        only=("swap/test_recognise.py::test_a_block_of_another_repository_runs_fused[wide_norms]",),
+    ),
+    Fault(
+        "compile-along", "swap/hosts/attention.py", "Attention.fused_attend",
+        "Dynamo negates no tuple", "len(along) > 0", "along",
+        only=("swap/test_swap_compile.py::test_decomposed_relative_positions_in_a_graph",),
+    ),
+    Fault(
+        "compile-unknown-tokens", "ops/common/grad_epilogue.py", "reads_of",
+        "a compiler must know the number of tokens", "_compiling() or x.numel() > 0",
+        "x.numel() > 0",
+        only=("swap/test_swap_compile.py::test_a_number_of_tokens_that_no_compiler_knows",),
+    ),
+    Fault(
+        "report-norm-twice", "swap/report.py", "flops",
+        "a norm that a block calls counts twice among what moves",
+        "and name not in self.called_norms", "",
+        only=("swap/test_swap.py::test_report_counts_what_pytorch_moves_inside_blocks",),
+    ),
+    Fault(
+        "search-mask-unread", "swap/recognise.py", "block",
+        "a call with a mask that nothing reads runs on the host",
+        "if defaults.get(name) is None and", 'if "mask" not in name and',
+        only=("swap/test_recognise.py::test_arguments_that_nothing_reads",),
+    ),
+    Fault(
+        "epilogue-other-backward", "ops/common/grad_epilogue.py", "pop",
+        "what one backward left is taken by another",
+        "(stashed.stream, stashed.task) != (_stream(dy), graph_task())",
+        "stashed.stream != _stream(dy)", only=("ops/test_grad_epilogue.py",),
     ),
     Fault(
         "block-guards", "swap/hosts/fused.py", "weights_of",

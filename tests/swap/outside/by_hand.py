@@ -65,6 +65,23 @@ class Apart(nn.Module):
         return self.out(self.inner(x))
 
 
+class WideNorms(nn.Module):
+    """InternViT-6B's: one packed projection, and norms of q and k over all heads."""
+
+    def __init__(self, dim=32, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.q_norm, self.k_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+
+    def forward(self, x):
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (t.transpose(1, 2).flatten(2) for t in qkv)
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
 class RmsNorm(nn.Module):
     """Llama's, DINOv3's and Gemma's manner: in the dtype that comes, or in fp32 with one rounding
     before the weight or behind it."""

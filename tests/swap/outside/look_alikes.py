@@ -109,6 +109,31 @@ class Shifted(Attention):
         return scores.masked_fill(torch.eye(scores.shape[-1], dtype=torch.bool), -1e4)
 
 
+class AlwaysDrops(Attention):
+    """V-JEPA's: its dropout asks for no mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.5
+
+    def forward(self, x):
+        q, k, v = self.heads_of(x)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.rate)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class DropsInside(AlwaysDrops):
+    """The same in a block of one class."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.mlp = nn.LayerNorm(32), nn.LayerNorm(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = x + super().forward(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
 class Remembering(Attention):
     """What it gives depends on the call before."""
 
@@ -130,6 +155,25 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Derived(Block):
+    """DINOv2's: it calls the forward that it overrides."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Given(Block):
+    """It is given positions and a mask, and may read the mask."""
+
+    reads = False
+
+    def forward(self, x, positions, mask=None):
+        x = x + self.attn(self.norm1(x))
+        if self.reads and mask is not None:
+            x = x.masked_fill(mask[..., None], 0.0)
         return x + self.mlp(self.norm2(x))
 
 
