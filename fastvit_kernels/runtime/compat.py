@@ -158,7 +158,8 @@ def foreign_modes() -> list[Any]:
 def is_observed() -> bool:
     """Whether anybody may want what modules and operators do, of whatever kind: the quick look."""
     # An export to ONNX traces by torch.jit, compiles or has a mode.
-    return num_modes() > 0 or is_jit_tracing() or is_fx_tracing() or has_global_hook()
+    watched = num_modes() > 0 or in_transform() or forward_level() >= 0
+    return watched or is_jit_tracing() or is_fx_tracing() or has_global_hook()
 
 
 def _without(name: str) -> Any:

@@ -296,6 +296,31 @@ def test_an_honest_one_is_not():
         assert isinstance(module, Fused)
 
 
+DERIVATIVES = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x[:1, :2]),
+    "hessian": lambda f, x: torch.func.hessian(f)(x[:1, :2]),
+    "grad of grad": lambda f, x: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: f(x).sum())(x).square().sum()
+    )(x),
+    "vmap": lambda f, x: torch.vmap(f)(x[:, None]),
+}
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_a_transform_is_the_hosts(kind):
+    """One that writes its softmax out has derivatives that torch's attention has not."""
+    module, x = made("inline").double(), torch.randn(2, 4, 32).double()
+    host = copy.deepcopy(module)
+    swap_in(module)
+    module(x)  # it has a plan
+
+    def found(model):
+        return DERIVATIVES[kind](lambda x: model(x).square().sum((-1, -2)), x)
+
+    torch.testing.assert_close(found(module), found(host), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_arguments_that_nothing_reads(reads, ran):
     """V-JEPA's blocks are given masks, CroCo's positions, whether they read them or not."""

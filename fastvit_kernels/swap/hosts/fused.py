@@ -93,11 +93,13 @@ def told_by(mixin: Any, arguments: Arguments) -> dict[str, Any]:
 
 def is_traced() -> bool:
     """Whether somebody at work wants torch's own operators: torch.fx, torch.jit, ONNX export, a
-    dispatch mode of another package (a counter), which knows no others."""
+    transform, forward mode, a dispatch mode of another package (a counter): it knows no others."""
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return True
-    compiled = torch.compiler.is_compiling()
-    return not compiled and (compat.is_fx_tracing() or bool(compat.foreign_modes()))
+    if torch.compiler.is_compiling():
+        return False
+    watched = compat.is_fx_tracing() or bool(compat.foreign_modes())
+    return watched or compat.in_transform() or compat.in_forward_mode()
 
 
 HEAVY = ("attention", "mlp", "block")  # levels with a matmul

@@ -899,6 +899,17 @@ FAULTS = [
         "stashed.stream != _stream(dy)", only=("ops/test_grad_epilogue.py",),
     ),
     Fault(
+        "transform-planned", "runtime/compat.py", "is_observed",
+        "a plan runs under a transform", "or in_transform() or forward_level() >= 0", "",
+        only=("swap/test_recognise.py::test_a_transform_is_the_hosts",),
+    ),
+    Fault(
+        "transform-fused", "swap/hosts/fused.py", "is_traced",
+        "a transform meets torch's attention, which has no second derivative",
+        " or compat.in_transform() or compat.in_forward_mode()", "",
+        only=("swap/test_recognise.py::test_a_transform_is_the_hosts",),
+    ),
+    Fault(
         "block-guards", "swap/hosts/fused.py", "weights_of",
         "torch.compile guards the look at each Linear's dict of parameters",
         "{} if compat.is_dynamo_compiling() else linear._parameters", "linear._parameters",
