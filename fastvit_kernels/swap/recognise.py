@@ -229,31 +229,31 @@ class Search:
                 why.append(refused)
         raise min(why, key=lambda refused: isinstance(refused, NotACandidate))
 
-    def watched(self, training: bool = True, more: Any = None) -> observe.Observation:
+    def observed(self, training: bool = True, more: Any = None) -> observe.Observation:
         """What its forward does. In evaluation it must draw no dropout: no proof tries that."""
         seen = observe.observed(self.module, self.class_of, training, more)
         if drops(seen):
             if not training:
                 raise Unsupported("its attention drops in evaluation, too")
-            self.watched(False, more)
+            self.observed(False, more)
         return seen
 
     def branch(self) -> Any:
         """An attention or an MLP."""
         module, angles = self.module, observe.angle_argument(self.module)
         try:
-            seen = self.watched()
+            seen = self.observed()
         except NotACandidate:
             if angles is None:
                 raise
             more = partial(observe.angles_for, name=angles, roles=None)
-            seen = self.watched(more=more)
+            seen = self.observed(more=more)
             candidates = attention_roles(module, seen) or ()
             needing = [roles._replace(needs_rope=True) for roles in candidates]
             return self.with_masks(self.with_rope(angles, needing))
         candidates = attention_roles(module, seen)
         if candidates is None:
-            return self.first(mlp_roles(module, self.watched(training=False)))
+            return self.first(mlp_roles(module, self.observed(training=False)))
         roles = self.first(candidates)
         return self.with_masks(roles if angles is None else self.with_rope(angles, [roles], roles))
 
@@ -316,7 +316,7 @@ class Search:
         for training in (True, False):
             for more in observe.extras_of_block(self.module, self.class_of):
                 try:
-                    seen = self.watched(training, more)
+                    seen = self.observed(training, more)
                     every = [*ResidualBlock(self.module, self.class_of, seen).candidates()]
                 except Unsupported as refused:
                     why.append(refused)

@@ -852,7 +852,7 @@ FAULTS = [
         only=("swap/test_padded_hosts.py", "swap/test_packed_hosts.py"),
     ),
     Fault(
-        "search-drops-in-evaluation", "swap/recognise.py", "watched",
+        "search-drops-in-evaluation", "swap/recognise.py", "observed",
         "an attention that drops in evaluation too drops nothing there",
         "if drops(seen):", "if False:",
         only=("swap/test_recognise.py::test_a_look_alike_is_left_alone",),
