@@ -8,6 +8,7 @@ the other way around. What each swapped, and by which times, goes to OUT/RANK.js
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,6 +47,9 @@ def main() -> None:
     fused = [name for name, m in model.named_modules() if isinstance(m, Fused)]
     rows = [str(row) for row in report.choices.rows]
     (OUT / f"{RANK}.json").write_text(json.dumps({"fused": fused, "rows": rows}))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a gloo thread that asks for the GIL while Python ends aborts the process
 
 
 main()
