@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from ..ops.common.samples import DropPathMode, check_drop_path
 from . import hosts
 from .choices import HOST, LOW, Choices, Measure, choose
-from .facts import host_of, leaves, level_of, patched
+from .facts import held_weights, host_of, leaves, level_of, patched
 from .hosts.fused import Fused, Unfused
+from .observe import NOT_RUN
 from .plans import refusal, unproven
 from .recognise import PROVEN, Trial, recognise, unused
-from .report import SwapReport, ancestors, is_ours, make_report
+from .report import SwapReport, ancestors, in_stack, is_ours, make_report
 
 Memory = Literal["default", "low", "auto"]
 
@@ -214,7 +215,8 @@ class _Swap:
         nothing = (("no candidate", search.reason),) if search.reason else ()
         self.tried[name] = self.tried.get(name, ()) + (search.trials or nothing)
         if found is None:
-            if not (reason or search.unlike):
+            stuck = search.reason.startswith(NOT_RUN) and self.is_layer(name, module)
+            if not reason and (stuck or not search.unlike):
                 self.guesses[name] = search.reason
             return cls, reason
         refused = refusal(module, found)
@@ -223,6 +225,14 @@ class _Swap:
             for part in search.absorbed:
                 self.planned.pop(module.get_submodule(part), None)
         return found, refused
+
+    def is_layer(self, name: str, module: nn.Module) -> bool:
+        """Of a stack, with products and no block; nothing inside has said what is in its way."""
+        inside = any(guess.startswith(f"{name}.") for guess in self.guesses)
+        every = list(module.modules())
+        products = sum(isinstance(m, nn.Linear) + len(held_weights(m)) for m in every)
+        blocks = any(level_of(self.class_of(m)) == "block" for m in every)
+        return in_stack(name) and products > 1 and not (inside or blocks)
 
 
 def _is_read_through(name: str, modules: dict[str, nn.Module]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..ops.common.activation import ACTIVATIONS
 from .facts import PRIVATE, leaves
 from .hosts.attention import AttentionRoles
+from .hosts.fused import part
 from .hosts.mlp import MlpRoles
 from .observe import Event, NotACandidate, Observation, Unsupported
 
@@ -25,7 +26,7 @@ MASKS = ("masked_fill", "masked_fill_", "tril", "triu", "where")
 
 def _linears(module: nn.Module, seen: Observation) -> list[Event]:
     parts = [e for e in seen.events if e.part]
-    return [e for e in parts if isinstance(module.get_submodule(e.part), nn.Linear)]
+    return [e for e in parts if isinstance(part(module, e.part), (nn.Linear, Tensor))]
 
 
 def origins(seen: Observation, number: int, stop: set[int]) -> list[int]:
@@ -76,6 +77,8 @@ def attention_roles(
     if len(behind) > 1 or len(before) not in (1, 3):
         counts = f"{len(before)} Linears before its softmax and {len(behind)} behind"
         raise Unsupported(f"an attention with {counts}")
+    if any(isinstance(part(module, e.part), Tensor) for e in behind):
+        raise Unsupported("it multiplies by a weight of its own behind its softmax")
     shape = seen.shape(seen.first)
     T = math.prod(shape[1:-1])
     heads = _heads(seen, core, shape[0], T)

@@ -147,8 +147,8 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
                           "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
                           "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
                 widths.update(values)
-        if isinstance(module, nn.MultiheadAttention):
-            widths.add(3 * module.embed_dim)  # its packed projection is no Linear
+        own = (p for p in module._parameters.values() if p is not None and p.ndim == 2)
+        widths.update(len(p) for p in own if len(p) == 3 * p.shape[1])  # packed without a Linear
     counts = {n for m in modules for n in numbers_of_heads(m)}
     widths -= counts  # what a Linear gives for each head
     if not heads:  # by the number of heads, under whatever name

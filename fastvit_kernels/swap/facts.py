@@ -66,6 +66,12 @@ def leaves(value: Any, kind: type) -> Iterator[Any]:
             yield from leaves(v, kind)
 
 
+def held_weights(module: Any) -> list[Tensor]:
+    """What a module multiplies by without a Linear, by its names, as `in_proj_weight`."""
+    own = module._parameters.items()
+    return [p for n, p in own if n.endswith("_weight") and p is not None and p.ndim == 2]
+
+
 def host_of(cls: type) -> type:
     """The host's class under a swapped one; any other class itself."""
     return getattr(cls, "fused_host", cls)

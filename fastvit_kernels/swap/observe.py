@@ -28,6 +28,7 @@ from .hosts.masks import example_of_mask
 from .prove import DTYPES, first_line
 
 TOKENS = 2400  # of a batch in a search
+NOT_RUN = "its forward did not run on tokens alone"
 
 
 class Unsupported(Exception):
@@ -47,7 +48,7 @@ class Value(NamedTuple):
 class Event(NamedTuple):
     """A call of a part or of a function of torch."""
 
-    part: str  # a part's dotted name, or the Linear that a function has the weight of; or ""
+    part: str  # a part's dotted name, or the Linear or weight that a function reads; or ""
     function: str  # a function's name, or the name of the part's class
     args: tuple[Any, ...]  # with a Value for each tensor
     kwargs: dict[str, Any]
@@ -141,12 +142,14 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def owner(self, name: str, args: Any, kwargs: dict[str, Any]) -> str:
-        """The Linear whose weight a call of F.linear reads; "" for any other call."""
+        """The Linear whose weight a call of F.linear reads, or the module's own weight; "" for any
+        other call."""
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
         if name != "linear" or not isinstance(weight, Tensor):
             return ""
-        part = self.found.parameters.get(self.number(weight), "").rpartition(".weight")[0]
-        return part if isinstance(self.modules.get(part), nn.Linear) else ""
+        name = self.found.parameters.get(self.number(weight), "")
+        part = name.rpartition(".weight")[0]
+        return part if isinstance(self.modules.get(part), nn.Linear) else name * ("." not in name)
 
     def watch(self, name: str, part: nn.Module) -> None:
         def seen(*args: Any, **kwargs: Any) -> Any:
@@ -241,7 +244,7 @@ def observed(
             raise Unsupported(str(error)) from error
         except Exception as error:
             failure = failure or first_line(error)
-    raise NotACandidate(f"it could not be run: {failure}")
+    raise NotACandidate(f"{NOT_RUN}: {failure}")
 
 
 def _lengths(module: nn.Module) -> list[tuple[int, ...]]:
@@ -276,7 +279,8 @@ def angles_for(copy: Any, tokens: int, name: str, roles: Any) -> dict[str, Any]:
         D = width_of(copy) // max(numbers_of_heads(copy), default=1)
     else:
         names = roles.projections
-        packed = part(copy, names[0]).out_features // roles.heads
+        weight = part(copy, names[0])
+        packed = len(getattr(weight, "weight", weight)) // roles.heads
         D, tokens = packed // (3 if len(names) == 1 else 1), tokens - roles.prefix
     generator = torch.Generator().manual_seed(3)
     dtype = next(copy.parameters()).dtype

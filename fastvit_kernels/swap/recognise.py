@@ -24,7 +24,7 @@ from ..runtime.plain import is_watched_everywhere
 from . import hosts, observe
 from .candidates import attention_roles, drops, mlp_roles
 from .copies import Copier
-from .facts import ClassOf, Facts, host_of, is_rate, level_of, methods
+from .facts import ClassOf, Facts, held_weights, host_of, is_rate, level_of, methods
 from .hosts import fused
 from .hosts.attention import Attention, AttentionRoles, attention_facts, ways_of_rope
 from .hosts.block import Block, BlockRoles
@@ -193,8 +193,9 @@ class Search:
             return None
         if not set(levels).isdisjoint(HEAVY):
             return self.wider
-        linears = sum(isinstance(m, nn.Linear) for _, m in parts)
-        return self.whole if 1 <= linears <= 6 and len(parts) > 1 else None
+        held = len(held_weights(module))
+        products = held + sum(isinstance(m, nn.Linear) for _, m in parts)
+        return self.whole if 1 <= products <= 6 and held + len(parts) > 1 else None
 
     def wider(self) -> Any:
         """Where parts are planned: first as if the partial ones were not."""

@@ -20,7 +20,7 @@ from ..runtime.plain import is_hooked, is_plain
 from . import hosts
 from .activations import activation_name
 from .choices import Choices
-from .facts import leaves, level_of
+from .facts import held_weights, leaves, level_of
 from .hosts import block as blocks
 from .hosts.fused import Fused, Norm, Unfused, can_inline, is_noop, listed, part, width_of
 from .hosts.roles import weight_and_bias
@@ -104,8 +104,8 @@ class SwapReport:
         # An MLP that is an element of a list stands alone, as Qwen3-VL's mergers do.
         loose = any(
             s.level == "parts"
-            or (s.level == "attention" and _in_stack(s.name))
-            or (s.level == "mlp" and _in_stack(s.name.rpartition(".")[0]))
+            or (s.level == "attention" and in_stack(s.name))
+            or (s.level == "mlp" and in_stack(s.name.rpartition(".")[0]))
             for s in self.swapped
         )
         return "block" if blocks and not loose else "parts"
@@ -153,7 +153,7 @@ def ancestors(name: str) -> Iterator[str]:
     yield ""
 
 
-def _in_stack(name: str) -> bool:
+def in_stack(name: str) -> bool:
     """Whether a name has a place number in it: blocks.3.mlp, encoder_layer_3."""
     return any(part.isdigit() for part in name.replace("_", ".").split("."))
 
@@ -364,7 +364,7 @@ class _Maker:
         """(FLOPs, whether they run fused, elements for each token); a token attends to `keys`, and
         a module further up computes what is `inside`, where that is plain."""
         tokens = self.report.tokens
-        rows = tokens if _in_stack(name) else 1
+        rows = tokens if in_stack(name) else 1
         fused = self.runs_fused(module)
         if isinstance(module, nn.Linear):
             covered = (is_ours(parent) or _computes_all(parent)) and self.runs_fused(parent)
@@ -385,8 +385,7 @@ class _Maker:
             return 0, fused, 2 * width_of(module) * counts
         width = _attention_width(module, mixin)
         flops = 4 * tokens * keys * width
-        if isinstance(module, nn.MultiheadAttention):
-            flops += 2 * 3 * module.embed_dim**2 * rows
+        flops += sum(2 * p.numel() * rows for p in held_weights(module))
         return flops, fused, 4 * width
 
 

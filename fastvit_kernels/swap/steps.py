@@ -11,7 +11,7 @@ from torch import nn
 from .candidates import PRODUCTS, SUMS, attention_roles, mlp_roles, origins
 from .facts import ClassOf, level_of
 from .hosts.block import BlockRoles, Step
-from .hosts.fused import arguments_of
+from .hosts.fused import arguments_of, part as get_part
 from .observe import Event, NotACandidate, Observation, Unsupported, Value, is_mask
 
 BRANCHES = ("attention", "mlp")
@@ -56,7 +56,7 @@ class ResidualBlock:
         for event in seen.events:
             if event.output in self.taken:
                 continue
-            if event.part:
+            if isinstance(get_part(self.module, event.part), nn.Module):
                 how = self.call(event)
                 found.append((Step(event.output, event.inputs[0], body=event.part, **how), []))
             elif origins(seen, seen.result, {event.output}):  # the result was made with it
@@ -87,7 +87,7 @@ class ResidualBlock:
             moved = False
             while end in seen.made and sum(e.inputs.count(end) for e in seen.events) == 1:
                 inner = seen.made[end]
-                part: Any = self.module.get_submodule(inner.part) if inner.part else None
+                part: Any = get_part(self.module, inner.part)
                 step = Step(event.output, -1, residual, tail=tuple(tail[::-1]))
                 if part is not None and level_of(self.class_of(part)) in BRANCHES:
                     path.append(end)
@@ -140,7 +140,7 @@ class ResidualBlock:
     def is_norm_of(self, event: Event, *values: int) -> bool:
         if not event.part or event.inputs[0] not in values:
             return False
-        cls = self.class_of(self.module.get_submodule(event.part))
+        cls = self.class_of(get_part(self.module, event.part))
         return level_of(cls) in ("layer_norm", "rms_norm")
 
     def inline(self, residual: int, end: int, path: list[int]) -> tuple[int, list[Any]] | None:

@@ -47,6 +47,9 @@ HOSTS = {
     "vit_pytorch": partial(others.Stack, dropout=0.1),
     "open_clip": partial(others.ClipBlock, batch_first=True),
     "clip": others.ClipBlock,
+    "packed_weight": others.PackedWeightBlock,
+    "packed_weight, norms": partial(others.PackedWeightBlock, qk_norm=True, bias=False),
+    "packed_weight, softmax": partial(others.PackedWeightBlock, sdpa=False),
     "inline": by_hand.Inline,
     "rms_norm": lambda: with_rms_norms("plain"),
     "rms_norm of torch": lambda: with_rms_norms("torch"),
@@ -151,13 +154,13 @@ def test_a_block_of_another_repository_runs_fused(name, ran):
     assert len(ran) >= 2
 
 
-@pytest.mark.parametrize("name", ["dinov2", "dinov3", "eva_swiglu"])
+@pytest.mark.parametrize("name", ["dinov2", "dinov3", "eva_swiglu", "packed_weight"])
 def test_one_op_projects_and_attends(name):
     module = made(name)
     swap_in(module)
     with watch(module) as status:
         module(torch.randn(2, 6, 32))
-    mlp = "mlp" if name == "dinov2" else "gated_mlp"
+    mlp = "gated_mlp" if name in ("dinov3", "eva_swiglu") else "mlp"
     ops = [op.name for op in status.modules[0].ops]
     assert ops == ["layer_norm", "qkv_attention", "linear", "layer_norm", mlp]
 
@@ -174,7 +177,7 @@ def quiet(module):
             m.attn_drop.p = 0.0
 
 
-@pytest.mark.parametrize("name", ["inline", "open_clip", "dinov2"])
+@pytest.mark.parametrize("name", ["inline", "open_clip", "dinov2", "packed_weight"])
 def test_the_report_counts_the_flops_of_a_block(name):
     """With the weights that it holds itself, and the attention that is no module of its own."""
     report = swap_in(nn.ModuleList([made(name)]))
@@ -182,6 +185,93 @@ def test_the_report_counts_the_flops_of_a_block(name):
     T, C = 197, 32
     assert report.flops == report.fused_flops == 2 * T * weights + 4 * T * T * C
     assert not report.depending_flops
+
+
+class Twice(torch.Tensor):
+    """A weight that says itself what a product by it is."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return (y * 2).as_subclass(torch.Tensor) if func is nn.functional.linear else y
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_packed_weight_with_rules_of_its_own_is_the_hosts(called):
+    """Given before the first call, or between two: no kernel may read its memory."""
+    module = made("packed_weight")
+    host = copy.deepcopy(module)
+    assert_block_level(swap_in(module))
+    with backend("auto"):
+        if called:
+            step(module, True)
+        for m in (module, host):
+            m.attn.in_proj_weight = nn.Parameter(m.attn.in_proj_weight.detach().as_subclass(Twice))
+        with watch(module) as status:
+            assert_same(step(module, True), step(host, True), 1e-5)
+    assert "it reads the weights of Linears that are no plain ones" in str(status)
+
+
+class Conditioned(nn.Module):
+    """As in DiT: a block that wants a condition besides its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp, self.ada = (
+            nn.LayerNorm(32),
+            by_hand.FeedForward(32, 64),
+            nn.Linear(8, 32),
+        )
+
+    def forward(self, x, c):
+        return x + self.mlp(self.norm(x) * self.ada(c)[:, None])
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Conditioned()])
+
+    def forward(self, x, c):
+        return self.blocks[0](x, c)
+
+
+class Merging(nn.Module):
+    """As between the stages of a Swin: one product on a grid."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.reduction = nn.LayerNorm(128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        B, H, W, C = x.shape
+        x = x.reshape(B, H // 2, 2, W // 2, 2, C).permute(0, 1, 3, 4, 2, 5).flatten(3)
+        return self.reduction(self.norm(x))
+
+
+def test_a_layer_that_does_not_run_alone_says_so():
+    """Not the modules around it, nor what has no product of a transformer."""
+    report = swap_in(nn.ModuleDict({"stages": nn.ModuleList([Stage(), Merging()])}))
+    rows = [(row.name, row.reason) for row in report.left if "did not run" in row.reason]
+    assert [name for name, _ in rows] == ["stages.0.blocks.0"], str(report)
+    assert rows[0][1].startswith("its forward did not run on tokens alone: "), rows
+
+
+class OutWeight(others.PackedWeight):
+    """Whose last product is no Linear's, either."""
+
+    def __init__(self):
+        super().__init__()
+        del self.out_proj
+        self.out_weight = nn.Parameter(torch.randn(32, 32))
+
+    def out_proj(self, y):
+        return nn.functional.linear(y, self.out_weight)
+
+
+def test_an_output_weight_without_a_linear_says_so():
+    (row,) = (r for r in swap_in(OutWeight()).left if r.host == "OutWeight")
+    assert row.reason == "it multiplies by a weight of its own behind its softmax"
 
 
 def test_the_report_counts_a_packed_projection_whole():

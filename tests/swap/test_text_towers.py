@@ -56,6 +56,7 @@ def hf(name):
 TRANSFORMERS = ("CLIPModel", "MetaClip2Model", "Aimv2Model")
 HOSTS = {
     "stand_in": stand_in,
+    "packed_weight": lambda: (others.Clip(others.PackedWeightBlock), (IMAGES, TEXTS)),
     "open_clip": open_clip,
     "coca": coca,
     **{name: lambda n=name: hf(n) for name in TRANSFORMERS},
@@ -106,7 +107,7 @@ def test_a_text_may_be_padded(name):
         assert_all_fused(model, inputs)
 
 
-@pytest.mark.parametrize("name", ["stand_in", "CLIPModel"])
+@pytest.mark.parametrize("name", ["stand_in", "packed_weight", "CLIPModel"])
 def test_one_graph_with_its_mask(name):
     model, inputs = built(name)
     swap_in(model)

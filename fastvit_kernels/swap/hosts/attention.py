@@ -33,7 +33,7 @@ _OF_SEQUENCES += ("fused_planned", "fused_planned_heads")
 class AttentionRoles(NamedTuple):
     """The parts of an attention by name; "" for none."""
 
-    projections: tuple[str, ...]  # one Linear for q, k and v, or three; or either
+    projections: tuple[str, ...]  # a Linear, or a weight, for q, k and v, or three; or either
     heads: int | str = ""  # a setting of the module, or a number
     out: str = ""
     layout: str = "3HD"  # of the columns of a packed projection
@@ -122,7 +122,7 @@ class Attention(Body):
 
     def fused_blocked(self: Any) -> str | None:
         kind = type(self)
-        if kind.fused_raw(self) and not all(map(is_plain, kind.fused_projections(self))):
+        if kind.fused_raw(self) and not all(map(is_ours, kind.fused_projections(self))):
             return "it reads the weights of Linears that are no plain ones, and calls none"
         apart = self.fused_apart() if kind.fused_searched else None
         apart = apart or fused.hooked(self, *self.fused_roles.through)
@@ -142,7 +142,8 @@ class Attention(Body):
     def fused_width(self: Any) -> int:
         """H D"""
         first, *others = type(self).fused_projections(self)
-        return first.out_features // (1 if others else 3)
+        width = len(first) if isinstance(first, Tensor) else first.out_features
+        return width // (1 if others else 3)
 
     def fused_head_dim(self: Any) -> int:
         roles = self.fused_roles
@@ -177,11 +178,12 @@ class Attention(Body):
             return [weight_and_bias(m) for m in modules]
         found = []
         for module, names in zip(modules, roles.biases or ((),) * len(modules)):  # noqa: B905
-            size, bias = module.weight.shape[0] // max(len(names), 1), None
+            weight, bias = getattr(module, "weight", module), None
             if any(names):
-                ends = [part(self, n) if n else module.weight.new_zeros(size) for n in names]
+                zeros = weight.new_zeros(len(weight) // len(names))
+                ends = [part(self, n) if n else zeros for n in names]
                 bias = ends[0] if len(ends) == 1 else torch.cat(ends)
-            found.append((module.weight, bias))
+            found.append((weight, bias))
         return found
 
     def fused_bias(self: Any) -> Tensor | None:
@@ -425,7 +427,8 @@ class Attention(Body):
         return result[self.fused_roles.result[1]] if self.fused_roles.weights else result
 
     def fused_shapes(self: Any) -> list[tuple[int, ...]]:
-        C = fused.width_of(self.fused_projections()[0])
+        first = self.fused_projections()[0]
+        C = first.shape[1] if isinstance(first, Tensor) else fused.width_of(first)
         if tokens := tokens_of(self):  # perhaps many
             masked = bool(self.fused_roles.mask)  # of two windows, or by any number
             several = 4 if isinstance(self.fused_roles.tokens, str) else 1 + masked

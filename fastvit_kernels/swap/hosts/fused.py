@@ -26,7 +26,7 @@ from ...runtime import backend, compat, dispatch, recompute
 from ...runtime.arguments import autocast_dtype
 from ...runtime.plain import add_branch, is_hooked, is_plain, is_raw, is_watched_everywhere
 from .. import plans
-from ..facts import leaves, torch_is_patched
+from ..facts import held_weights, leaves, torch_is_patched
 from ..plans import verdict
 from ..prove import TOLERANCE
 
@@ -294,9 +294,10 @@ def example(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def width_of(module: Any) -> int:
-    """The width of a module's input: what its first Linear or norm reads."""
+    """The width of a module's input: what its first weight or norm reads."""
     for m in module.modules():
-        width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", None)
+        held = [p.shape[1] for p in held_weights(m)]
+        width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", held[:1])
         if width:
             return width if isinstance(width, int) else width[-1]
     return next((p.shape[-1] for p in module.parameters()), 8)  # without parameters: any

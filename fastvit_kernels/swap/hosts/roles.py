@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.linear.functions import linear
 from ...runtime.arguments import autocast_dtype
-from ...runtime.plain import is_plain
+from ...runtime.plain import is_plain, is_raw
 from ..plans import Run
 from . import fused
 from .fused import NOTHING, Epilogue, Fused, Place, can_inline, in_role
@@ -76,7 +76,9 @@ class MaskedLinear(Fused):
 
 
 def is_ours(module: Any) -> bool:
-    """Whether an op of ours reads the weight and bias of a Linear."""
+    """Whether an op of ours reads the weight and bias of a Linear, or a weight without one."""
+    if isinstance(module, Tensor):
+        return is_raw(module)
     return is_plain(module) or (isinstance(module, MaskedLinear) and can_inline(module))
 
 

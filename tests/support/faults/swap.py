@@ -527,6 +527,31 @@ FAULTS = [
         only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[gate_last]",),
     ),
     Fault(
+        "search-own-weight", "swap/hosts/roles.py", "is_ours",
+        "a packed weight with rules of its own is read past them", "return is_raw(module)",
+        "return True",
+        only=(BY_STRUCTURE + "test_a_packed_weight_with_rules_of_its_own_is_the_hosts",),
+    ),
+    Fault(
+        "search-own-weight-width", "swap/facts.py", "held_weights",
+        "a run is as wide as the norm of a head", 'n.endswith("_weight")', "not n",
+        only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused",),
+    ),
+    Fault(
+        "search-own-weight-behind", "swap/candidates.py", "attention_roles",
+        "an output weight without a Linear is called",
+        "if any(isinstance(part(module, e.part), Tensor) for e in behind)", "if False",
+        only=(BY_STRUCTURE + "test_an_output_weight_without_a_linear_says_so",),
+    ),
+    *(
+        Fault(f"search-stuck-{id}", "swap/apply.py", "_Swap.is_layer", what, old, new,
+              only=(BY_STRUCTURE + "test_a_layer_that_does_not_run_alone_says_so",))
+        for id, what, old, new in (
+            ("products", "a merging of patches is a layer", "products > 1", "products > 0"),
+            ("inside", "all around a layer say so, too", "not (inside or blocks)", "not blocks"),
+        )
+    ),
+    Fault(
         "search-own-mask", "swap/candidates.py", "attention_roles",
         "a causal mask of the host's own is not looked for",
         "masked = any(e.function in MASKS for e in seen.events)", "masked = False",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,57 @@ class AnotherMaskBlock(CallersMaskBlock):
 
     def attention(self, q_x, k_x=None, v_x=None, attn_mask=None):
         return super().attention(q_x, k_x, v_x, None if attn_mask is None else attn_mask * 0.5)
+
+
+class PackedWeight(nn.Module):
+    """open_clip's own attention, which multiplies by what nn.MultiheadAttention names its weights;
+    each third of them alone where keys and values are given."""
+
+    def __init__(self, dim=32, heads=2, qk_norm=False, sdpa=True, bias=True):
+        super().__init__()
+        self.num_heads, self.head_dim = heads, dim // heads
+        self.scale, self.use_sdpa = self.head_dim**-0.5, sdpa
+        self.in_proj_weight = nn.Parameter(torch.randn(3 * dim, dim) * dim**-0.5)
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim)) if bias else None
+        self.ln_q, self.ln_k = (
+            nn.LayerNorm(dim // heads) if qk_norm else nn.Identity() for _ in "qk"
+        )
+        self.attn_drop, self.out_drop = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.out_proj = nn.Linear(dim, dim)
+
+    def forward(self, x, k_x=None, v_x=None, attn_mask=None):
+        N, L, C = x.shape
+        if k_x is None and v_x is None:
+            qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1)
+        else:
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            qkv = map(F.linear, (x, k_x, v_x), self.in_proj_weight.chunk(3), biases)
+        q, k, v = (t.reshape(N, -1, self.num_heads, self.head_dim).transpose(1, 2) for t in qkv)
+        if attn_mask is not None and attn_mask.ndim == 3:
+            attn_mask = attn_mask.reshape(N, self.num_heads, L, L)
+        q, k = self.ln_q(q), self.ln_k(k)
+        if self.use_sdpa:
+            p = self.attn_drop.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask, p, scale=self.scale)
+        else:
+            scores = q * self.scale @ k.mT
+            scores = scores if attn_mask is None else scores + attn_mask
+            y = self.attn_drop(scores.softmax(dim=-1)) @ v
+        return self.out_drop(self.out_proj(y.transpose(1, 2).reshape(N, -1, C)))
+
+
+class PackedWeightBlock(CallersMaskBlock):
+    """The same block around that: it always gives keys and values."""
+
+    def __init__(self, dim=32, heads=2, **options):
+        super().__init__(dim, heads)
+        self.attn = PackedWeight(dim, heads, **options)
+
+    def attention(self, q_x, k_x=None, v_x=None, attn_mask=None):
+        k_x = q_x if k_x is None else k_x
+        v_x = q_x if v_x is None else v_x
+        mask = None if attn_mask is None else attn_mask.to(q_x.dtype)
+        return self.attn(q_x, k_x=k_x, v_x=v_x, attn_mask=mask)
 
 
 class Tower(nn.Module):
