@@ -46,6 +46,16 @@ def sam2():
     return transformers.Sam2HieraDetModel(config)
 
 
+def sam2_timm():
+    """Windows of 4 and 3 of grids of 8 and 4, and the whole grid, in a block that adds LayerScale's
+    and DropPath's results."""
+    return timm.models.hieradet_sam2.HieraDet(
+        embed_dim=16, num_heads=1, stages=(2, 3), q_pool=1, q_stride=(2, 2), num_classes=3,
+        window_spec=(4, 3), global_att_blocks=(3,), global_pos_size=(4, 4),
+        init_values=0.5, drop_path_rate=0.3,
+    )  # fmt: skip
+
+
 def sam3():
     config = transformers.Sam3ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -56,14 +66,17 @@ def sam3():
 
 
 # name -> (model, how many blocks pool their queries and stay the host's)
-HOSTS = {"hiera_timm": (hiera_timm, 2), "hiera": (hiera, 2), "sam2": (sam2, 1), "sam3": (sam3, 0)}
+HOSTS = {
+    "hiera_timm": (hiera_timm, 2), "hiera": (hiera, 2), "sam2": (sam2, 1),
+    "sam2_timm": (sam2_timm, 1), "sam3": (sam3, 0),
+}  # fmt: skip
 
 
 def built(name):
     torch.manual_seed(0)
     model = randomize(HOSTS[name][0]())
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    return model, {"x" if name == "hiera_timm" else "pixel_values": images}
+    return model, {"x" if "timm" in name else "pixel_values": images}
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -387,21 +387,22 @@ class Attention(Body):
         own, usual, roles = type(self), Attention, self.fused_roles
         linears, found = own.fused_projections(self), own.fused_found(self, place)
         more = own.fused_heads is not usual.fused_heads or own.fused_bias is not usual.fused_bias
-        more = more or (
-            roles.causal is True or own.fused_raw(self) or roles.table or roles.along or roles.turn
-            or roles.layout != "3HD"
-        )  # fmt: skip
-        if more or not all(map(is_plain, linears)) or own.fused_norms(self) is not NO_NORMS:
+        more = more or roles.causal is True or roles.table or roles.along or roles.turn
+        more, raw = more or roles.layout != "3HD", own.fused_raw(self)
+        plain = raw or all(map(is_plain, linears))
+        if more or not plain or own.fused_norms(self) is not NO_NORMS:
             return lambda modules, x, more: found(modules).fused_heads(x, **more)
         D, drop = own.fused_head_dim(self), in_role(self, "dropout")
-        reads, scale = [*map(place, linears)], own.fused_scale(self)
+        reads, scale = [] if raw else [*map(place, linears)], own.fused_scale(self)
         drops = bool(getattr(drop, "p", drop)) and self.training
 
         def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
             if more:  # a mask or angles
                 return found(modules).fused_heads(x, **more)
-            packed: Any = fused.weights_of(modules[reads[0]])
-            if len(reads) > 1:
+            packed: Any = None if raw else fused.weights_of(modules[reads[0]])
+            if raw:
+                packed = as_one(found(modules).fused_weights())
+            elif len(reads) > 1:
                 packed = as_one([fused.weights_of(modules[at]) for at in reads])
             if packed is None:  # frozen apart, or of several dtypes
                 return found(modules).fused_heads(x, **more)

@@ -142,9 +142,14 @@ class Block(Fused):
         items = (part(self, n) for n in step.tail)
         return tuple(None if type(m) is float and m == 1 else m for m in items)
 
+    def fused_side(self: Any, step: Step) -> int:
+        """Of the windows that a step's body sees, squares; 0 where it sees all."""
+        side = part(self, step.window) or 0
+        return side[0] if isinstance(side, tuple) else side
+
     def fused_windows(self: Any) -> Iterator[tuple[nn.Module, int]]:
         for step in self.fused_roles.steps:
-            if size := part(self, step.window):
+            if size := self.fused_side(step):
                 yield part(self, step.body), size**2
 
     @property
@@ -196,7 +201,7 @@ class Block(Fused):
     def fused_calls(self: Any, generator: torch.Generator) -> list[tuple[Tensor, dict[str, Any]]]:
         for step in self.fused_roles.steps:
             body = self.fused_body(step)
-            if size := part(self, step.window):
+            if size := self.fused_side(step):
                 shapes = (2, size + 1, 2 * size - 1), (1, size, size + 1)
                 return [(example(generator, *shape, width_of(self)), {}) for shape in shapes]
             if step.held:
@@ -234,7 +239,7 @@ class Block(Fused):
             given = {n: extras[own] for n, own in step.context if extras.get(own) is not None}
             if not given.keys() <= set(of_body.fused_extra_kwargs):
                 return None
-            size = part(self, step.window)
+            size = kind.fused_side(self, step)
             shown = ((size, size), (size * size,)) if size else (tuple(seen.shape[1:-1]),)
             fixed = isinstance(body, Attention) and not isinstance(body.fused_roles.tokens, str)
             if fixed and tokens_of(body) not in ((), *shown):
@@ -277,7 +282,7 @@ class Block(Fused):
         if (packing := extras.get("packing")) is not None:  # what each size is given
             every = [(n, tuple(g.get(own) for g in packing.given)) for n, own in step.context]
             return {"packing": packing, **dict(every)}
-        if size := part(self, step.window):
+        if size := type(self).fused_side(self, step):
             context["windows"] = Windows((x.shape[1], x.shape[2]), (size, size), (0, 0))
         if step.output == 1 and self.fused_own is not None:
             context |= self.fused_own(x, extras)

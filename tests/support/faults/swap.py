@@ -704,6 +704,22 @@ FAULTS = [
         only=(PLANS + "test_the_second_call_runs_the_plan_of_the_first",),
     ),
     Fault(
+        "windows-two-sides", "swap/hosts/block.py", "Block.fused_side",
+        "a block whose window has two sides sees all", "side[0] if", "0 if",
+        only=("swap/test_window_hosts.py::test_all_blocks_but_those_that_pool_are_fused[sam2_timm]",),
+    ),
+    Fault(
+        "windows-own-pool", "swap/hosts/special/windows.py", "_pools",
+        "a pooling block of timm's SAM 2 says something else", ', "q_pool"', "",
+        only=("swap/test_window_hosts.py::test_all_blocks_but_those_that_pool_are_fused[sam2_timm]",),
+    ),
+    Fault(
+        "plan-own-weight", "swap/hosts/attention.py", "Attention.fused_planned_heads",
+        "a plan leaves out the bias of a packed weight", "as_one(found(modules).fused_weights())",
+        "(found(modules).fused_weights()[0][0], None)",
+        only=(BY_STRUCTURE + "test_a_block_of_another_repository_runs_fused[packed_weight]",),
+    ),
+    Fault(
         "plan-mask", "swap/hosts/attention.py", "Attention.fused_planned_heads",
         "a plan passes over a mask", "if more:  # a mask or angles", "if False:",
         only=(PLANS + "test_other_arguments_and_inputs_take_their_own_way",),

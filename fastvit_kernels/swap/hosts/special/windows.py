@@ -281,7 +281,7 @@ def _drops_by_window(self: Any) -> str | None:
 def _pools(module: Any) -> str | None:
     """Of Hiera, block or attention, whose tokens get fewer and wider from stage to stage."""
     attn = getattr(module, "attn", module)
-    strides = (getattr(attn, n, None) for n in ("q_stride", "query_stride"))
+    strides = (getattr(attn, n, None) for n in ("q_stride", "query_stride", "q_pool"))
     return "it pools its queries" if any(s not in (None, 1) for s in strides) else None
 
 
@@ -323,6 +323,20 @@ TIMM: dict[str, Any] = {
     ),
     "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
     "timm.models.hiera.HieraBlock": pre_norm(*_SCALED, reject=staticmethod(_pools)),
+    "timm.models.hieradet_sam2.MultiScaleAttention": row(
+        Attention,
+        reject=staticmethod(_pools),
+        children=names("q_pool"),
+        roles=AttentionRoles(("qkv",), "num_heads", "proj", scale="scale", grid=True),
+    ),
+    "timm.models.hieradet_sam2.MultiScaleBlock": pre_norm(
+        *_SCALED,
+        window="window_size",
+        reject=staticmethod(_pools),
+        children=names("proj"),
+        axes=(4,),
+        first_skips=False,
+    ),
 }
 HIERA = (
     ("Layer", layer(
