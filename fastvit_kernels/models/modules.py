@@ -146,7 +146,7 @@ class PatchEmbed(nn.Module):
         self, images: Tensor, prefix_tokens=None, pos_embed=None, keep: Tensor | None = None
     ) -> Tensor:
         rows, cols = self.grid_of(images)
-        plain = type(self.proj) is nn.Conv2d and not is_hooked(self.proj)
+        plain = _cuts(self.proj)
         given: dict[str, Any] = {}
         if self.mean is not None and self.std is not None and _is_uint8(images):
             if plain and self.stem is None:
@@ -165,8 +165,18 @@ class PatchEmbed(nn.Module):
             if not normed:
                 return patches
         else:
-            patches = self.proj(images).flatten(2).transpose(1, 2)
+            patches = self.proj(images)
+            rows, cols = patches.shape[2:]
+            patches = patches.flatten(2).transpose(1, 2)
         return kept_tokens(add_tokens(self.norm(patches), **tokens), keep, rows * cols)
+
+
+def _cuts(proj: Any) -> bool:
+    """Whether a projection is that of patches side by side, which nobody watches."""
+    if type(proj) is not nn.Conv2d or is_hooked(proj) or not is_raw(proj.weight):
+        return False
+    usual = proj.groups == 1 and proj.padding in ((0, 0), "valid") and proj.dilation == (1, 1)
+    return usual and proj.kernel_size == proj.stride
 
 
 def _is_uint8(images: object) -> bool:

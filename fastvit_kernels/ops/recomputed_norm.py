@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,22 @@ def is_hooked() -> bool:
 def place_of(x: Tensor) -> int:
     """What tells one storage from another."""
     return place_of_storage(x.untyped_storage())
+
+
+class Kept(NamedTuple):
+    """What a hook does not make again. Under hooks autograd itself compares no versions."""
+
+    saved: Tensor
+    version: int
+
+    def take(self) -> Tensor:
+        if (now := version(self.saved)) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {tuple(self.saved.shape)} is at version {now}; expected "
+                f"version {self.version} instead"
+            )
+        return self.saved
 
 
 @contextmanager
@@ -63,16 +79,17 @@ def recomputed_norm(
     kept = (x if recompute_fn is None else None, weight, bias)
     inputs = tuple(None if t is None else t.detach() for t in kept)
     versions = _versions(inputs)
-    dtype, device, shape, place = y.dtype, y.device, y.shape, place_of(y)
+    dtype, device, shape, place, made = y.dtype, y.device, y.shape, place_of(y), version(y)
     fwd = rms_norm_fwd if norm == "rms_norm" else layer_norm_fwd
 
     def pack(saved: Tensor) -> Any:
-        is_y = place_of(saved) == place and saved.dtype == dtype and saved.is_contiguous()
-        return saved.shape if is_y and saved.numel() == shape.numel() else saved
+        is_y = place_of(saved) == place and version(saved) == made and saved.is_contiguous()
+        is_y = is_y and saved.dtype == dtype and saved.numel() == shape.numel()
+        return saved.shape if is_y else Kept(saved, version(saved))
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, Kept):
+            return packed.take()
         if _versions(inputs) != versions:
             raise RuntimeError(
                 "recomputed_norm: x, weight or bias of a norm changed in place between its "

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
-from ..runtime.compat import node_class
+from ..runtime.compat import node_class, version
+from .common.late import LATE
 from .linear.functions import LinearFunction
 from .linear.launch import linear_fwd
 from .norm.functions import NormAndInputFunction
-from .recomputed_norm import is_hooked, place_of
+from .recomputed_norm import Kept, is_hooked, place_of
 
 _Norm, _Linear = node_class(NormAndInputFunction), node_class(LinearFunction)
 
@@ -67,7 +68,7 @@ class _Recomputed:
         autocast = torch.autocast(self.device, self.autocast, self.autocast is not None)
         with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
             return linear_fwd(
-                x, weight, bias, residual, layer_scale, row_scale, "",
+                LATE.read(x), weight, bias, residual, layer_scale, row_scale, "",
                 self.layer.spec.out_dtype, False,
             )[0]  # fmt: skip
 
@@ -88,15 +89,14 @@ def recomputed_sum(x: Tensor) -> Iterator[Callable[[], Tensor] | None]:
     if norm is None:
         yield None
         return
-    recomputed, place, shape, dtype = _Recomputed(x, layer, norm), place_of(x), x.shape, x.dtype
+    recomputed, place, made = _Recomputed(x, layer, norm), place_of(x), version(x)
+    shape, dtype = x.shape, x.dtype
     layer.is_rebuilt = True
 
     def pack(saved: Tensor) -> Any:
         is_x = place_of(saved) == place and saved.shape == shape and saved.dtype == dtype
-        return recomputed if is_x and saved.is_contiguous() else saved  # x.mT may have x's shape
+        is_x = is_x and saved.is_contiguous() and version(saved) == made  # x.mT may have x's shape
+        return recomputed if is_x else Kept(saved, version(saved))
 
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed.take()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.take()):
         yield recomputed.read

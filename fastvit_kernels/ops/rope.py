@@ -275,9 +275,9 @@ def check_rotation(
     rows = B * T * H
     if isinstance(rows, int) and rows >= MAX_ROWS:  # a size left open is known at the launch
         unsupported = f"B T H must be below 2^31, got {rows}"
-    given = [x for x in params if x is not None]
+    given = {x.dtype for x in params if x is not None}
     rotation = Rotation(interleaved, prefix_tokens, norm or "", eps)
-    param_dtype = given[0].dtype if given else torch.float32
+    param_dtype = given.pop() if len(given) == 1 else torch.float32
     table_dtype = cos.dtype if cos.dtype == sin.dtype else torch.float32
     return unsupported, rotation, param_dtype, table_dtype
 

@@ -189,8 +189,10 @@ def _interprets_bf16() -> bool:
         return False
 
 
-def bf16_reason(*dtypes: torch.dtype | None) -> str | None:
+def dtype_reason(*dtypes: torch.dtype | None) -> str | None:
     """Why no kernel computes right in one of these dtypes, or None."""
+    if torch.float64 in dtypes:
+        return "there is no kernel for torch.float64"
     if not INTERPRETED or torch.bfloat16 not in dtypes or _interprets_bf16():
         return None
     return f"the interpreter of triton {triton.__version__} computes bf16 wrongly"
@@ -216,7 +218,7 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         return "the backend is 'torch'"
     if x.dtype not in DTYPE_NAMES:
         unsupported = f"there is no kernel for {x.dtype}"
-    unsupported = unsupported or bf16_reason(x.dtype, autocast_dtype(x))
+    unsupported = unsupported or dtype_reason(x.dtype, autocast_dtype(x))
     return _device_reason(x) or unsupported or _transform_reason()
 
 

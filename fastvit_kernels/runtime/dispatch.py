@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import backend as backends, compat, recompute
-from .backend import GPUS, Backend, backend, bf16_reason, own_backend, reason_for_torch, use_triton
+from .backend import GPUS, Backend, backend, dtype_reason, own_backend, reason_for_torch, use_triton
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
 
@@ -160,7 +160,7 @@ def choose_route(op: str, unsupported: str | None, *tensors: Tensor | None) -> R
     assert first is not None
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
-    unsupported = unsupported or bf16_reason(*(x.dtype for x in tensors if x is not None))
+    unsupported = unsupported or dtype_reason(*(x.dtype for x in tensors if x is not None))
     if not compat.is_dynamo_compiling() and listeners:
         _routes.append((op, reason_for_torch(first, unsupported)))
     return REGISTERED if use_triton(op, first, unsupported) else None

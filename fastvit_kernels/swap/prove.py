@@ -162,6 +162,16 @@ def _difference(wanted: Results, got: Results, tolerance: float) -> str | None:
     return next((f"there is no {n}" for n in wanted if n not in got), None)
 
 
+class Unread:
+    """Stands for an argument that nothing may read, in an example of a call."""
+
+    def __bool__(self, *_: Any) -> bool:
+        raise TypeError("it reads this argument")
+
+    __eq__ = __bool__
+    __hash__ = None  # type: ignore[assignment]
+
+
 class _NotTried(Exception):
     """The host's own forward does not run on a copy of this size."""
 
@@ -172,8 +182,11 @@ def _prove(
     modules = facts.modules(module)
     recognised = is_recognised(class_of(module))
     reason: Exception | None = None
+    every = sizes_of(modules)
+    if not recognised and any(map(_has_number, map(class_of, modules))):
+        every = every[-1:]  # no narrow copy has the scale of its heads
     for dtype in DTYPES:
-        for sizes in sizes_of(modules):
+        for sizes in every:
             try:
                 found = _compare(module, class_of, sizes, dtype, rates=rates)
             except _NotTried as error:
@@ -203,12 +216,20 @@ def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dt
     return _at_sizes[key]
 
 
+def _has_number(cls: Any) -> bool:
+    """Whether a row gives the scores of an attention a number for their scale."""
+    roles = getattr(cls, "fused_roles", ())
+    every: Any = (roles, *(step.inline for step in getattr(roles, "steps", ())))
+    return any(getattr(r, "scale", None) not in (None, 1) and type(r.scale) is float for r in every)
+
+
 def _calls(ours: Any, generator: torch.Generator) -> Iterator[Call]:
     """The examples of calls, with None for what the host's forward wants and we do not know."""
-    names, defaults, _ = ours.fused_arguments
+    names, defaults, others = ours.fused_arguments
+    unread = ours.fused_unread.difference(names) if others and not ours.fused_searched else ()
     for args, kwargs in ours.fused_examples(generator):
         wanted = [n for n in names[len(args) :] if n not in defaults and n not in kwargs]
-        yield args, {**dict.fromkeys(wanted), **kwargs}
+        yield args, {**dict.fromkeys(wanted), **{n: Unread() for n in unread}, **kwargs}
 
 
 def _modes(calls: list[Call]) -> Iterator[tuple[Call, bool]]:

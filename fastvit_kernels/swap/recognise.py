@@ -29,6 +29,7 @@ from .hosts import fused
 from .hosts.attention import Attention, AttentionRoles, attention_facts, ways_of_rope
 from .hosts.block import Block, BlockRoles
 from .hosts.fused import HEAVY, NormRoles, PathRoles, ScaleRoles, arguments_of
+from .hosts.layers import UNREAD
 from .hosts.masks import SHIFTED
 from .hosts.mlp import Mlp, MlpRoles
 from .hosts.roles import LinearRoles, MaskedLinear
@@ -298,13 +299,14 @@ class Search:
     def block(self) -> Any:
         """A residual block."""
         roles = self.first(self.blocks())
-        names, defaults, _ = arguments_of(type(self.module).forward)
+        names, defaults, others = arguments_of(type(self.module).forward)
         cls: Any = recognised_class(type(self.module), roles)
         taken = (*cls.fused_extra_kwargs, observe.angle_argument(self.module))
-        for name in names[1:]:  # a caller may give what nothing reads
-            if defaults.get(name) is None and name not in taken:
-                unread = roles._replace(unread=(*roles.unread, name))
-                roles = self.first([unread], roles, at_size=False)
+        given = [[n] for n in names[1:] if defaults.get(n) is None and n not in taken]
+        given += [sorted(UNREAD.difference(names))] * others
+        for more in given:  # a caller may give what nothing reads
+            unread = roles._replace(unread=(*roles.unread, *more))
+            roles = self.first([unread], roles, at_size=False)
         if "list" in type(self.module).forward.__code__.co_names:
             roles = self.first([roles._replace(lists=True)], roles, at_size=False)
         return roles

@@ -120,6 +120,23 @@ def test_positions_resampled_in_16_bits_keep_their_dtype():
     assert model.forward_features(images).dtype is torch.bfloat16
 
 
+OTHER = {
+    "stride": dict(kernel_size=4, stride=2),
+    "padding": dict(kernel_size=4, stride=4, padding=1),
+    "dilation": dict(kernel_size=4, stride=4, dilation=3),
+    "groups": dict(kernel_size=4, stride=4, groups=3),
+}
+
+
+@pytest.mark.parametrize("how", OTHER)
+def test_a_convolution_of_other_patches_is_called(how):
+    """Its stride set for dense features, or another one in its place."""
+    module, images = PatchEmbed(16, 4, embed_dim=33).to(DEVICE), torch.randn(2, 3, 16, 16)
+    module.proj = torch.nn.Conv2d(3, 33, **OTHER[how]).to(DEVICE)
+    images = images.to(DEVICE)
+    assert torch.equal(module(images), module.proj(images).flatten(2).mT)
+
+
 def test_a_normed_embedding_drops_the_same_patches():
     """The path that calls the projection or a norm gathers afterwards."""
     fused = PatchEmbed(16, 4, embed_dim=32).to(DEVICE)

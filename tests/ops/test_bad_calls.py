@@ -476,6 +476,15 @@ def test_float64_takes_the_torch_path(op):
         assert y.dtype is torch.float64 and torch.equal(y, GOOD[op].call(**good))
 
 
+@pytest.mark.parametrize("op", [n for n, op in OPS.items() if "residual" in op.args])
+def test_a_float64_residual_takes_the_torch_path(op):
+    """The sum has its dtype, and has to have its bits and its range."""
+    good = GOOD[op]()
+    wide = torch.full(tuple(GOOD[op].call(**good).shape), 1e300, dtype=torch.float64, device=DEVICE)
+    y = GOOD[op].call(**{**good, "residual": wide})
+    assert y.dtype is torch.float64 and bool(y.isfinite().all())
+
+
 @pytest.mark.parametrize("scale", [-0.5, 0.0, -2])
 @pytest.mark.parametrize("op", [name for name in OPS if "scale" in FACTS[name].options])
 def test_scale_not_positive_takes_the_torch_path(op, scale):

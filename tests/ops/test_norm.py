@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
-from fastvit_kernels import linear
+from fastvit_kernels import backend, linear
 from fastvit_kernels.ops.norm.functions import (
     layer_norm,
     layer_norm_and_input,
@@ -47,6 +47,20 @@ def _inputs(norm, rows, C, dtype, param_dtype=None):
         n: rand(C, dtype=param_dtype or dtype, seed=i) for i, n in enumerate(norm.parameters, 1)
     }
     return {"x": rand(*rows, C, dtype=dtype), **drawn}
+
+
+@pytest.mark.parametrize("first", [fp16, fp32], ids=dtype_id)
+def test_a_bias_of_another_dtype_than_the_weight_keeps_its_gradient(first):
+    """Each has its own dtype's precision and range."""
+    second = fp32 if first is fp16 else fp16
+    x, weight, bias = rand(64, 96), rand(96, dtype=first), rand(96, dtype=second)
+    upstream = rand(64, 96, seed=9, grad=False) * 1e4
+    with backend("triton"):
+        layer_norm(x, weight, bias).backward(upstream)
+    assert (weight.grad.dtype, bias.grad.dtype) == (first, second)
+    wide = bias if second is fp32 else weight
+    exact = upstream if second is fp32 else upstream * layer_norm(x.detach())
+    torch.testing.assert_close(wide.grad, exact.sum(0), rtol=1e-4, atol=10.0)
 
 
 @all_dtypes

@@ -232,6 +232,49 @@ def test_a_block_of_low_memory_keeps_what_a_hook_gave():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+WEIGHTS = (
+    "attn.qkv.weight", "attn.proj.weight", "attn.proj.bias", "mlp.fc1.weight", "mlp.fc2.weight",
+    "mlp.fc2.bias", "ls1.gamma",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_weight_that_changes_before_the_backward_raises(name):
+    """As an optimizer's step between the two does: under hooks autograd itself compares nothing."""
+    block, x = Block(C, 2, init_values=0.5).to(DEVICE), rand(B, T, C)
+    for block.memory in ("default", "low"):
+        with backend("triton"):
+            y = block(x)
+        block.get_parameter(name).detach().mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_recomputed_norm_of_an_output_that_changed_in_place():
+    """No norm keeps its output, so that a branch may write to it: what it reads then is kept."""
+    inputs, found = _inputs(), []
+    for low in (False, True):
+        with backend("triton"):
+            y, _ = layer_norm_and_input(inputs["x"], inputs["norm_weight"])
+            with recomputed_norm(y, inputs["x"], inputs["norm_weight"]) if low else nullcontext():
+                out = mlp(y.mul_(2.0), inputs["fc1_weight"], None, inputs["fc2_weight"], None)
+        found.append(torch.autograd.grad(out.square().sum(), inputs["fc1_weight"])[0])
+    assert torch.equal(*found)
+
+
+def test_a_block_of_low_memory_under_a_batch_of_gradients():
+    """`is_grads_batched` runs an operator once for each: what is made late is made for all."""
+    block, x = Block(C, 2).to(DEVICE), rand(B, T, C)
+    parameters, upstream = [x, *block.parameters()], rand(3, B, T, C, seed=9, grad=False)
+    for block.memory in ("default", "low"):
+        with backend("triton"):
+            y = block(x)
+        each = [torch.autograd.grad(y, parameters, g, retain_graph=True) for g in upstream]
+        batch = torch.autograd.grad(y, parameters, upstream, is_grads_batched=True)
+        for got, *wanted in zip(batch, *each, strict=True):
+            torch.testing.assert_close(got, torch.stack(wanted), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("memory", ["tiny", None, 1])
 def test_memory_is_default_or_low(memory):
     for make in (lambda: Block(32, 2, memory=memory), lambda: VisionTransformer(memory=memory)):

@@ -139,6 +139,38 @@ def test_recomputed_sum_of_a_view_that_is_saved():
         assert torch.equal(a, b)
 
 
+def test_recomputed_sum_of_a_linear_that_reads_what_is_made_late():
+    """Its input is a norm's, which is made again itself, in the backward of the mlp behind it."""
+    found = []
+    for low in (False, True):
+        p = _inputs()
+        with backend("triton"):
+            y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"])
+            rebuilt = recomputed_norm(y, first, p["norm1"]) if low else nullcontext()
+            with rebuilt:
+                x = linear(y, p["proj"], p["bias"], residual=first, layer_scale=p["gamma"])
+            with recomputed_sum(x) if low else nullcontext() as again:
+                y, same = layer_norm_and_input(x, p["norm2"])
+            kept = recomputed_norm(y, x, p["norm2"], recompute_fn=again) if low else nullcontext()
+            with kept:
+                out = mlp(y, p["fc1"], None, p["fc2"], None, residual=same)
+        found.append(torch.autograd.grad(out.square().sum(), list(p.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_recomputed_sum_of_a_sum_that_changed_in_place():
+    p, found = _inputs(), []
+    for low in (False, True):
+        with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
+            y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
+            x = linear(y, p["proj"], p["bias"], residual=first)
+            with recomputed_sum(x) if low else nullcontext() as again:
+                out, _ = layer_norm_and_input(x.mul_(2.0), p["norm2"])
+            assert low == (again is not None)
+        found.append(torch.autograd.grad(out.square().sum(), [p["x"], p["proj"], p["norm2"]]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_recomputed_sum_leaves_other_inputs_alone():
     p = _inputs()
     with backend("triton"):

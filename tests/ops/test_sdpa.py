@@ -188,6 +188,18 @@ def test_sdpa_odd_strides_are_copied():
     _check({"query": q, "key": k, "value": v})
 
 
+@pytest.mark.parametrize("T", [13, 16])
+def test_sdpa_where_a_hook_saves_other_strides(T):
+    q, k, v = (rand(2, 3, T, 8, seed=i) for i in range(3))
+    upstream, found = rand(2, 3, T, 8, seed=3, grad=False), []
+    for turned in (lambda t: t, lambda t: t.transpose(0, -1).contiguous().transpose(0, -1)):
+        with torch.autograd.graph.saved_tensors_hooks(turned, lambda t: t):
+            out = scaled_dot_product_attention(q, k, v)
+        found.append(torch.autograd.grad(out, (q, k, v), upstream))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_sdpa_scale():
     _check(_heads(1, 1, 9, 9, 16), scale=0.7)
 

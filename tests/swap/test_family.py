@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from fastvit_kernels import swap_in
-from fastvit_kernels.swap import prove
-from fastvit_kernels.swap.hosts import transformers as table
+from fastvit_kernels import backend, swap_in
+from fastvit_kernels.swap import hosts, prove
+from fastvit_kernels.swap.hosts import fused, transformers as table
+from fastvit_kernels.swap.hosts.attention import Attention, AttentionRoles
+from fastvit_kernels.swap.hosts.mlp import Mlp, MlpRoles
 from tests.model_coverage.compare import randomize
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
@@ -87,3 +90,77 @@ def test_a_child_that_no_role_names_is_refused(tower):
     mlp = tower.vision_model.encoder.layers[0].mlp
     mlp.another = torch.nn.Linear(2, 2)
     assert "it has a part that we do not know: another" in str(swap_in(tower, explain=True))
+
+
+class Tempered(nn.Module):
+    """An MLP that reads a keyword that its signature does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x, **options):
+        return self.fc2(nn.functional.gelu(self.fc1(x))) * options.get("temperature", 1.0)
+
+
+@pytest.mark.parametrize("name", ["temperature", "use_cache"])
+def test_what_a_row_says_that_nothing_reads_is_proven(name, monkeypatch):
+    model, x = randomize(nn.Sequential(Tempered())), torch.randn(2, 5, 32)
+    path = hosts.host_path(Tempered)
+    roles = MlpRoles("fc1", "fc2", "gelu")
+    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
+    monkeypatch.setitem(table.TABLE, path, fused.row(Mlp, roles=roles, unread=frozenset([name])))
+    wanted = copy.deepcopy(model)[0](x, temperature=2.0)
+    text = str(swap_in(model, explain=True))
+    refused = "by the table of its library: it could not be tried: unsupported operand" in text
+    assert refused == (name == "temperature"), text
+    with backend("torch"):
+        torch.testing.assert_close(model[0](x, temperature=2.0), wanted)
+
+
+class Turned(nn.Module):
+    """An attention that turns queries and keys by a function beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(32, 96), nn.Linear(32, 32), 2
+
+    def forward(self, x, rope=None):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, 2, -1).permute(2, 0, 3, 1, 4)
+        q, k = (q, k) if rope is None else turn_pairs(q, k, *rope)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+def turn_pairs(q, k, cos, sin):
+    half = [torch.cat((-b, a), -1) for a, b in (t.chunk(2, -1) for t in (q, k))]
+    return tuple(t * cos + h * sin for t, h in zip((q, k), half, strict=True))
+
+
+@pytest.mark.parametrize("rotate", ["turn_pairs", "turn_pear"])
+def test_a_rotation_that_is_not_there_is_no_row(rotate, monkeypatch):
+    model, path = randomize(nn.Sequential(Turned())), hosts.host_path(Turned)
+    roles = AttentionRoles(
+        ("qkv",), "heads", "out", rope="rope", rotate=rotate, spread="*",
+        kernel="half, cos before sin, this prefix",
+    )  # fmt: skip
+    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
+    monkeypatch.setitem(table.TABLE, path, fused.row(Attention, roles=roles))
+    proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
+    assert proven == (rotate == "turn_pairs")
+    angles = torch.randn(5, 16)  # as the host takes them, by sample and head
+    rope = tuple(f(angles)[None, None] for f in (torch.cos, torch.sin))
+    with backend("torch"):
+        model[0](torch.randn(2, 5, 32), rope)
+
+
+@pytest.mark.parametrize(("scale", "right"), [(8**-0.5, False), (16**-0.5, True)])
+def test_a_scale_that_is_a_number_is_proven_for_heads_of_its_size(scale, right, monkeypatch):
+    """The host leaves it to torch: heads of 8, in a narrower copy, have another."""
+    model, path = randomize(nn.Sequential(Turned())), hosts.host_path(Turned)
+    roles = AttentionRoles(("qkv",), "heads", "out", scale=scale)
+    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
+    monkeypatch.setitem(table.TABLE, path, fused.row(Attention, roles=roles))
+    proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
+    assert proven == right

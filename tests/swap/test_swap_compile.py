@@ -132,6 +132,16 @@ def test_batch_sizes_share_a_graph():
     assert graphs == 2, "the first size, and one graph for all others"
 
 
+def test_a_number_may_be_symbolic():
+    """As Dynamo makes the rate of a host's dropout that is a setting, where all is dynamic."""
+    model, inputs = swapped("vit")
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**inputs).last_hidden_state
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+        assert_same({"y": compiled(**inputs).last_hidden_state}, {"y": wanted})
+
+
 def _guards(depth, scale, swaps):
     """How many guards the compiled forward of a ViT of this depth has."""
     options = dict(img_size=32, patch_size=16, embed_dim=32, num_heads=2, init_values=scale)

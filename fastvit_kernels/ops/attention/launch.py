@@ -388,7 +388,7 @@ def padded_rows(lse: Tensor) -> Tensor:
     end = 4 * (lse.storage_offset() + B * H * length)
     if lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end:
         return lse
-    return F.pad(lse, (0, length - T), value=float("inf"))
+    return F.pad(lse.contiguous(), (0, length - T), value=float("inf"))
 
 
 def launch_fwd(

@@ -152,12 +152,13 @@ def layer_gradients(
     dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
     if not any(wanted):
         return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
-    with LATE if spec.route == EAGER else nullcontext():  # a compiler meets the other alone
+    route = backward_route(spec.route, dy)
+    with LATE if route == EAGER else nullcontext():  # whose operator reads what is late once
         saved = list(ctx.saved_tensors)
         row_scale = layer_scale + 1
         d, saved[row_scale], g, known = pop(ctx, dy, saved[layer_scale], saved[row_scale])
         asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
-        grads = operator[backward_route(spec.route, d)](d, *saved, *options, *asked, g)
+        grads = operator[route](d, *saved, *options, *asked, g)
     *grads, dlayer_scale = (
         grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
     )

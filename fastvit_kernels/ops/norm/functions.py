@@ -41,7 +41,7 @@ from ...runtime.arguments import (
     check_shape,
     needs_gradient,
 )
-from ...runtime.backend import bf16_reason
+from ...runtime.backend import dtype_reason
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Operator, Route, differentiable
 from ..common.grad_epilogue import consumer_of, dtype_of_sums, stash
@@ -204,8 +204,8 @@ def _decide(
         out_dtype = torch.float32 if widens else x.dtype
         if residual is not None:
             out_dtype = torch.promote_types(out_dtype, residual.dtype)
-    unsupported = unsupported or bf16_reason(out_dtype)
-    param = weight if weight is not None else bias
+    unsupported = unsupported or dtype_reason(out_dtype)
+    params = {p.dtype for p in (weight, bias) if p is not None}
     norm = op.removesuffix("_and_input")
     center = norm == "layer_norm"
     return NormSpec(
@@ -217,7 +217,7 @@ def _decide(
         needs_gradient=needs_gradient(x, weight, bias, residual),
         eps=eps,
         out_dtype=out_dtype,
-        param_dtype=torch.float32 if param is None else param.dtype,
+        param_dtype=params.pop() if len(params) == 1 else torch.float32,
         residual_dtype=None if residual is None else residual.dtype,
     )
 

@@ -162,7 +162,7 @@ class Attention(Body):
 
     def fused_dropout_p(self: Any) -> float:
         drop = in_role(self, "dropout")
-        p = getattr(drop, "p", drop)
+        p: Any = drop.p if isinstance(drop, nn.Module) else drop  # Dynamo may make it a symbol
         return float(p) if p and self.training else 0.0
 
     def fused_scale(self: Any) -> float | None:
@@ -316,11 +316,13 @@ class Attention(Body):
             given["scale"] = 1.0
         return attend.attend(q, k, v, is_causal=causal, **given)[..., :D]
 
+    def fused_rotation(self: Any) -> Any:
+        name, others = self.fused_roles.rotate, self.fused_host.forward.__globals__
+        return getattr(self, name) if hasattr(self, name) else others[name]
+
     def fused_rotated(self: Any, q: Tensor, k: Tensor, angles: Any) -> tuple[Tensor, Tensor]:
         """q, k (B, H, T, D), by the host's own function, as it is now."""
-        name = self.fused_roles.rotate
-        others = self.fused_host.forward.__globals__
-        rotate: Any = getattr(self, name) if hasattr(self, name) else others[name]
+        rotate = self.fused_rotation()
         if not self.fused_roles.spread:
             return rotate(q, k, angles)
         if self.fused_roles.spread == "each":
@@ -394,7 +396,7 @@ class Attention(Body):
             return lambda modules, x, more: found(modules).fused_heads(x, **more)
         D, drop = own.fused_head_dim(self), in_role(self, "dropout")
         reads, scale = [] if raw else [*map(place, linears)], own.fused_scale(self)
-        drops = bool(getattr(drop, "p", drop)) and self.training
+        drops = bool(drop.p if isinstance(drop, nn.Module) else drop) and self.training
 
         def heads(modules: list[Any], x: Tensor, more: Any) -> Tensor:
             if more:  # a mask or angles
@@ -461,6 +463,8 @@ class Attention(Body):
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """What examples have besides x and a mask; the last of them goes with masks."""
         roles, T = self.fused_roles, x.shape[1:-1].numel() - self.fused_prefix()
+        if roles.rotate:
+            self.fused_rotation()  # raises where there is none
         for tokens in ((T - 1, T) if "any prefix" in roles.kernel else (T,)) if roles.rope else ():
             tables = [example(generator, tokens, self.fused_head_dim()) for _ in "sc"]
             yield {roles.rope: tuple(t.detach() for t in tables)}

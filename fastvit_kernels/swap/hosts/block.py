@@ -16,6 +16,7 @@ from .. import plans
 from ..activations import activation_name
 from ..facts import leaves
 from ..plans import Run
+from ..prove import Unread
 from . import fused
 from .attention import Attention, Calls, tokens_of
 from .branch import Branch, Step
@@ -69,16 +70,6 @@ def pre_norm(
 
 # What a class whose blocks run packed has of Block.
 _OF_SEQUENCES = ("fused_resolved", "fused_own", "fused_branches", "fused_tail", "fused_body")
-
-
-class Unread:
-    """Stands for an argument that nothing may read, in an example of a call."""
-
-    def __bool__(self, *_: Any) -> bool:
-        raise TypeError("it reads this argument")
-
-    __eq__ = __bool__
-    __hash__ = None  # type: ignore[assignment]
 
 
 class InlineAttention(fused.Inline, Attention):

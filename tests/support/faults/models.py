@@ -317,6 +317,17 @@ FAULTS = [
         "grid == own", "grid[0] * grid[1] == own[0] * own[1]",
         only=(f"{_ROPE_MODELS}test_images_of_another_size",),
     ),
+    *(
+        Fault(f"model-patch-{id}", "models/modules.py", "_cuts",
+              f"an embedding passes over its convolution's {id}", old, new,
+              only=(f"models/test_patch_models.py::test_a_convolution_of_other_patches_is_called[{id}]",))
+        for id, old, new in (
+            ("stride", "proj.kernel_size == proj.stride", "True"),
+            ("padding", 'proj.padding in ((0, 0), "valid")', "True"),
+            ("groups", "proj.groups == 1", "True"),
+            ("dilation", "proj.dilation == (1, 1)", "True"),
+        )
+    ),
     Fault(
         "model-patch-drop-count", "models/patch_dropout.py", "draw_kept",
         "one patch too few",

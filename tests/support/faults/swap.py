@@ -713,6 +713,28 @@ FAULTS = [
         "a pooling block of timm's SAM 2 says something else", ', "q_pool"', "",
         only=("swap/test_window_hosts.py::test_all_blocks_but_those_that_pool_are_fused[sam2_timm]",),
     ),
+    *(
+        Fault(f"row-{id}", file, within, what, old, new,
+              only=(f"swap/test_family.py::{test}",))
+        for id, file, within, what, old, new, test in (
+            ("number", "swap/prove.py", "_prove",
+             "a number is proven as the scale of a narrow copy's heads",
+             "every = every[-1:]", "pass",
+             "test_a_scale_that_is_a_number_is_proven_for_heads_of_its_size"),
+            ("unread", "swap/prove.py", "_calls",
+             "what a row says that nothing reads is not tried", "if others and not", "if False and",
+             "test_what_a_row_says_that_nothing_reads_is_proven[temperature]"),
+            ("rotation", "swap/hosts/attention.py", "Attention.fused_others",
+             "a rotation that is not there is proven", "if roles.rotate:", "if False:",
+             "test_a_rotation_that_is_not_there_is_no_row[turn_pear]"),
+        )
+    ),
+    Fault(
+        "compile-symbolic-rate", "swap/hosts/attention.py", "Attention.fused_planned_heads",
+        "a dynamic graph breaks at a rate that is a setting",
+        "drop.p if isinstance(drop, nn.Module) else drop", 'getattr(drop, "p", drop)',
+        only=("swap/test_swap_compile.py::test_a_number_may_be_symbolic",),
+    ),
     Fault(
         "plan-own-weight", "swap/hosts/attention.py", "Attention.fused_planned_heads",
         "a plan leaves out the bias of a packed weight", "as_one(found(modules).fused_weights())",
@@ -930,7 +952,7 @@ FAULTS = [
     Fault(
         "search-mask-unread", "swap/recognise.py", "block",
         "a call with a mask that nothing reads runs on the host",
-        "if defaults.get(name) is None and", 'if "mask" not in name and',
+        "if defaults.get(n) is None and", 'if "mask" not in n and',
         only=("swap/test_recognise.py::test_arguments_that_nothing_reads",),
     ),
     Fault(
