@@ -485,7 +485,7 @@ def test_a_float64_residual_takes_the_torch_path(op):
     assert y.dtype is torch.float64 and bool(y.isfinite().all())
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.0, -2])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, -2, 1e-30])
 @pytest.mark.parametrize("op", [name for name in OPS if "scale" in FACTS[name].options])
 def test_scale_not_positive_takes_the_torch_path(op, scale):
     good = GOOD[op]()
@@ -498,6 +498,16 @@ def _with_gradients(op: str) -> dict[str, Any]:
     """The others take the torch path where they need a gradient."""
     trained = [name for name, arg in OPS[op].args.items() if arg.grad]
     return {n: x.requires_grad_() if n in trained else x for n, x in GOOD[op]().items()}
+
+
+def test_a_mask_beside_a_tiny_scale_counts():
+    q, k, v = (rand(1, 1, 6, 8, seed=i, grad=False) for i in range(3))
+    mask = rand(6, 6, seed=3, grad=False)
+    y, wanted = (
+        f(q, k, v, attn_mask=mask, scale=1e-30)
+        for f in (fk.scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(y, wanted)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)

@@ -238,8 +238,8 @@ def test_sdpa_gradient_of_a_mask_alike_for_all_keys_takes_the_torch_path():
         (lambda: _heads(1, 1, 6, 6, 16) | {"value": rand(1, 1, 6, 24)}, "differ in batch"),
         (lambda: _heads(2, 1, 6, 6, 16) | {"query": rand(1, 1, 6, 16)}, "differ in batch"),
         (lambda: _heads(1, 1, 6, 6, 16) | {"dropout_p": 1.0}, r"must be in \[0, 1\), got 1.0"),
-        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": -0.5}, "scale must be positive"),
-        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be positive"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": -0.5}, "scale must be at least"),
+        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be at least"),
     ],
 )
 def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):

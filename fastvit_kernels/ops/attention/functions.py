@@ -163,8 +163,8 @@ def default_scale(D: int) -> float:
 
 
 def unsupported_scale(scale: float) -> str | None:
-    """The kernels take the maximum of the unscaled scores, so that scale must be positive."""
-    return None if scale > 0 else f"scale must be positive in the kernel, got {scale}"
+    """The kernels take the maximum of unscaled scores and masks, so that scale is no tiny one."""
+    return None if scale >= 1e-20 else f"scale must be at least 1e-20 in the kernel, got {scale}"
 
 
 @cached_dispatch
