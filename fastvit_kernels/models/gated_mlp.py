@@ -12,7 +12,7 @@ from ..ops.common.activation import ACTIVATIONS
 from ..ops.gated_mlp.functions import gated_mlp
 from ..runtime.plain import add_branch, is_hooked, is_plain, is_raw
 from .checks import Activation, Count, Flag, Number, Rate, checked
-from .modules import Mlp
+from .modules import Mlp, rate_of
 from .norms import LayerNorm, NormLayer
 
 
@@ -44,7 +44,7 @@ class _GatedMlp(nn.Module):
         norm, layers = self.norm, (first, self.fc2, first if gate is None else gate)
         if not all(map(is_plain, layers)) or is_hooked(norm):
             return None
-        if self.training and self.drop.p > 0:
+        if self.training and rate_of(self.drop) > 0:
             return None
         given: dict[str, Any] = {}
         if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..runtime.plain import is_hooked, is_plain
 from .checks import Count, checked
 from .gated_mlp import MLP_LAYERS
-from .modules import Attention, DropPath, LayerScale
+from .modules import Attention, DropPath, LayerScale, rate_of
 from .norms import LayerNorm, RmsNorm
 from .packing import Crops, packable
 from .patch_dropout import check_of_patches
@@ -40,7 +40,7 @@ def why_apart(block: Any) -> str | None:
             return f"a {type(m).__name__} inside must be called"
     attn = block.attn
     fits = type(attn.q_norm) is type(attn.k_norm)
-    fits = fits and packable(attn.head_dim, attn.attn_drop.p if block.training else 0.0)
+    fits = fits and packable(attn.head_dim, rate_of(attn.attn_drop) if block.training else 0.0)
     return None if fits else "its attention has no packed kernel"
 
 

@@ -171,6 +171,11 @@ class PatchEmbed(nn.Module):
         return kept_tokens(add_tokens(self.norm(patches), **tokens), keep, rows * cols)
 
 
+def rate_of(dropout: Any) -> float:
+    """Its probability in training; an nn.Identity may stand for it."""
+    return 0.0 if type(dropout) is nn.Identity else dropout.p
+
+
 def _cuts(proj: Any) -> bool:
     """Whether a projection is that of patches side by side, which nobody watches."""
     if type(proj) is not nn.Conv2d or is_hooked(proj) or not is_raw(proj.weight):
@@ -271,7 +276,7 @@ class Attention(nn.Module):
 
     def _attend(self, x: Tensor, rope: Tables | None) -> Tensor:
         """(B, T, C) -> (B, T, H, D), in one op unless a layer has to be called."""
-        dropout_p = self.attn_drop.p if self.training else 0.0
+        dropout_p = rate_of(self.attn_drop) if self.training else 0.0
         norms = _head_norms(self.q_norm, self.k_norm)
         if norms is None or not is_plain(self.qkv):
             projected = self.qkv(x)
@@ -306,7 +311,7 @@ class Attention(nn.Module):
             x.unsqueeze(0), self.qkv.weight, self.qkv.bias if bias is None else bias, cos=cos,
             sin=sin, num_heads=self.num_heads, interleaved=not self.rotate_half,
             prefix_tokens=len(x) - cos.shape[-2], cu_seqlens=packing.cu_seqlens,
-            dropout_p=self.attn_drop.p if self.training else 0.0, max_seqlen=packing.longest,
+            dropout_p=rate_of(self.attn_drop) if self.training else 0.0, max_seqlen=packing.longest,
             **norms,
         ).squeeze(0)  # fmt: skip
 
@@ -318,7 +323,7 @@ class Attention(nn.Module):
             out = self._attend(x, rope).flatten(2)
         else:
             out = self._attend_packed(x, packing).flatten(1)
-        if is_plain(self.proj) and (not self.training or self.proj_drop.p == 0):
+        if is_plain(self.proj) and (not self.training or rate_of(self.proj_drop) == 0):
             return linear(
                 out, self.proj.weight, self.proj.bias,
                 residual=residual, layer_scale=layer_scale, row_scale=row_scale,
@@ -343,7 +348,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        if is_plain(fc1) and is_plain(fc2) and (not self.training or self.drop.p == 0):
+        if is_plain(fc1) and is_plain(fc2) and (not self.training or rate_of(self.drop) == 0):
             return mlp(
                 x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=self.act_layer,
                 residual=residual, layer_scale=layer_scale, row_scale=row_scale,

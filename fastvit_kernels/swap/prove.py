@@ -26,7 +26,7 @@ from ..runtime.backend import backend
 from ..runtime.plain import UNSEEN
 from .copies import Copier, halved, shorter_tables, sizes_of
 from .draws import own_draws
-from .facts import ClassOf, Facts, host_of, is_recognised, leaves
+from .facts import ClassOf, Facts, host_of, is_recognised, leaves, level_of
 from .rates import TRIED, Asked, Rate, answers_hold
 
 TOLERANCE = 1e-9  # of the largest value; float64 rounding is below 1e-12
@@ -192,12 +192,30 @@ def _prove(
             except _NotTried as error:
                 reason = reason or error
                 continue
+            if found is None and level_of(class_of(module)) in ("layer_norm", "rms_norm"):
+                return _other_dtype(module, class_of, sizes)
             if found is None and recognised and sizes and at_size:
                 return _at_size(module, facts, class_of, dtype)
             return found
         if not recognised:
             break
     return f"it could not be tried: {first_line(reason) if reason else 'it is too large'}"
+
+
+def _other_dtype(module: nn.Module, class_of: ClassOf, sizes: dict[int, int]) -> str | None:
+    """What differs of a norm's result where x has another dtype than the weights."""
+    for x_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        copier = Copier(sizes, class_of, is_recognised(class_of(module)), dtype)
+        host, ours = (copier.copy(module, of_host) for of_host in (True, False))
+        TRUSTED.update(ours.modules())
+        x = torch.ones(ours.fused_shapes()[0], dtype=x_dtype)
+        try:
+            wanted = host.forward(x).dtype
+        except Exception:  # the host does not take the two
+            continue
+        if (got := ours.fused_forward(x).dtype) != wanted:
+            return f"gives {got}, not {wanted}, of {x_dtype} with weights in {dtype}"
+    return None
 
 
 def _at_size(module: nn.Module, facts: Facts, class_of: ClassOf, dtype: torch.dtype) -> str | None:

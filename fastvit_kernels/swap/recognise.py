@@ -23,7 +23,6 @@ from torch import nn
 from ..runtime.plain import is_watched_everywhere
 from . import hosts, observe
 from .candidates import attention_roles, drops, mlp_roles
-from .copies import Copier
 from .facts import ClassOf, Facts, held_weights, host_of, is_rate, level_of, methods
 from .hosts import fused
 from .hosts.attention import Attention, AttentionRoles, attention_facts, ways_of_rope
@@ -364,9 +363,7 @@ def _leaf_roles(module: Any) -> Iterator[Any]:
             yield LinearRoles(buffers[0])
     elif len(parameters) == 1 and not buffers and module._parameters[parameters[0]].ndim == 1:
         eps = [n for n, v in own if isinstance(v, float) and 0 < v < 0.1]
-        kept = bool(eps) and _keeps_dtype(module)
-        for rounded in (False, True):
-            dtype = "input" if kept else "widest"
+        for rounded, dtype in product((False, True), ("widest", "input")):
             yield from (RmsRoles(parameters[0], "", n, dtype, rounded) for n in eps)
         yield ScaleRoles(parameters[0])
     elif not parameters and not buffers:
@@ -375,13 +372,6 @@ def _leaf_roles(module: Any) -> Iterator[Any]:
         for rate, scaled in product(rates, (True, False)):
             yield PathRoles(rate, "bernoulli", scaled)
             yield PathRoles(rate, "rand", scaled)
-
-
-def _keeps_dtype(module: nn.Module) -> bool:
-    """Whether its result has the dtype of its input, where its weights have a wider one."""
-    copy = Copier({}, dtype=torch.float32).copy(module)
-    x = torch.ones(2, 2, len(next(copy.parameters())), dtype=torch.bfloat16)
-    return copy.forward(x).dtype == x.dtype
 
 
 def describe(roles: Any) -> str:

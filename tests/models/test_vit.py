@@ -1,3 +1,4 @@
+import copy
 import inspect
 import math
 from functools import partial
@@ -28,6 +29,7 @@ from fastvit_kernels import (
     load_weights,
 )
 from fastvit_kernels.models.modules import DropPath
+from fastvit_kernels.models.vit import Block
 from fastvit_kernels.verify.accuracy import measure_all
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
@@ -340,6 +342,32 @@ def test_a_branch_begins_in_autocasts_dtype(norm):
     with torch.autocast(DEVICE.type, dtype=bf16):
         y, same = norm(8).to(DEVICE)(x, and_input=True)
     assert (y.dtype, same.dtype) == (bf16, fp32)
+
+
+REPLACED = {
+    "attn.attn_drop": nn.Identity, "attn.proj_drop": nn.Identity, "mlp.drop": nn.Identity,
+    "drop_path1": nn.Identity, "ls2": nn.Identity, "norm1": lambda: nn.LayerNorm(32, 1e-6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_usual_module_may_stand_for_a_part(name, drop_path):
+    """An nn.Identity for what drops or scales, torch's norm for ours."""
+    kind = name.partition(".")[0]
+    if drop_path and kind == "drop_path1":
+        drop_path = 0.0
+    torch.manual_seed(0)
+    block = Block(32, 2, init_values=1.0, drop_path=drop_path, drop_path_mode="skip").to(DEVICE)
+    other, x = copy.deepcopy(block), torch.randn(4, 5, 32, device=DEVICE)
+    other.set_submodule(name, REPLACED[name]().to(DEVICE))
+    results = []
+    for module in (block, other):
+        torch.manual_seed(1)
+        y = module.train()(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), module.mlp.fc1.weight)))
+    for wanted, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_drop_path_that_drops_all_gives_zeros():

@@ -164,3 +164,27 @@ def test_a_scale_that_is_a_number_is_proven_for_heads_of_its_size(scale, right, 
     monkeypatch.setitem(table.TABLE, path, fused.row(Attention, roles=roles))
     proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
     assert proven == right
+
+
+class Scaled(nn.Module):
+    """LLaMA's RMSNorm: its result has the wider dtype of its input and its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["widest", "input", ""])
+def test_the_dtype_of_a_norm_is_proven(dtype, monkeypatch):
+    model, path = nn.Sequential(Scaled()), hosts.host_path(Scaled)
+    row = fused.row(fused.RmsNorm, roles=fused.NormRoles(bias="", dtype=dtype, rounded=True))
+    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
+    monkeypatch.setitem(table.TABLE, path, row)
+    proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
+    assert proven == (dtype == "widest")
+    with backend("torch"):
+        assert model(torch.ones(2, 32, dtype=torch.bfloat16)).dtype is torch.float32

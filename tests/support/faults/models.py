@@ -278,13 +278,13 @@ FAULTS = [
     Fault(
         "model-attention-dropout", "models/modules.py", "Attention._attend",
         "dropout of attention in evaluation too",
-        "self.attn_drop.p if self.training else 0.0", "self.attn_drop.p",
+        "rate_of(self.attn_drop) if self.training else 0.0", "self.attn_drop.p",
         only=("models/test_vit.py::test_attention_dropout_is_for_training",),
     ),
     Fault(
         "model-projection-dropout", "models/modules.py", "Attention.forward",
         "no dropout after the projection of attention",
-        "(not self.training or self.proj_drop.p == 0)", "True",
+        "(not self.training or rate_of(self.proj_drop) == 0)", "True",
         only=("models/test_vit.py::test_dropouts_draw_what_timm_draws",),
     ),
     Fault(
@@ -327,6 +327,25 @@ FAULTS = [
             ("groups", "proj.groups == 1", "True"),
             ("dilation", "proj.dilation == (1, 1)", "True"),
         )
+    ),
+    *(
+        Fault(f"model-stand-in-{id}", "models/vit.py", "Block._add", what, old, new,
+              only=(f"models/test_vit.py::test_a_usual_module_may_stand_for_a_part[{part}]",))
+        for id, what, old, new, part in (
+            ("scale", "an nn.Identity in place of LayerScale has no gamma",
+             " or type(scale) is nothing", "", "ls2-0.0"),
+            ("path", "an nn.Identity in place of DropPath has no rate",
+             "DropPath() if type(drop_path) is nothing else drop_path", "drop_path",
+             "drop_path1-0.0"),
+            ("norm", "a norm in place of ours sees all samples",
+             "x if samples is None else kept_rows(x, samples)", "x", "norm1-0.5"),
+        )
+    ),
+    Fault(
+        "model-stand-in-dropout", "models/modules.py", "rate_of",
+        "an nn.Identity in place of a dropout has no rate",
+        "0.0 if type(dropout) is nn.Identity else dropout.p", "dropout.p",
+        only=("models/test_vit.py::test_a_usual_module_may_stand_for_a_part[mlp.drop-0.0]",),
     ),
     Fault(
         "model-patch-drop-count", "models/patch_dropout.py", "draw_kept",
@@ -704,8 +723,8 @@ FAULTS = [
     ),
     Fault(
         "model-gated-dropout-at-rest", "models/gated_mlp.py", "_GatedMlp._fused",
-        "a dropout at rest takes an MLP apart", "self.training and self.drop.p > 0",
-        "self.drop.p > 0",
+        "a dropout at rest takes an MLP apart", "self.training and rate_of(self.drop) > 0",
+        "rate_of(self.drop) > 0",
         only=("models/test_gated_models.py::test_a_dropout_at_rest_leaves_one_op",),
     ),
     Fault(

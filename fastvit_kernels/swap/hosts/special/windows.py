@@ -324,20 +324,14 @@ TIMM: dict[str, Any] = {
     "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
     "timm.models.hiera.HieraBlock": pre_norm(*_SCALED, reject=staticmethod(_pools)),
     "timm.models.hieradet_sam2.MultiScaleAttention": row(
-        Attention,
-        reject=staticmethod(_pools),
-        children=names("q_pool"),
+        Attention, reject=staticmethod(_pools), children=names("q_pool"),
         roles=AttentionRoles(("qkv",), "num_heads", "proj", scale="scale", grid=True),
     ),
     "timm.models.hieradet_sam2.MultiScaleBlock": pre_norm(
-        *_SCALED,
-        window="window_size",
-        reject=staticmethod(_pools),
-        children=names("proj"),
-        axes=(4,),
-        first_skips=False,
+        *_SCALED, window="window_size", reject=staticmethod(_pools), children=names("proj"),
+        axes=(4,), first_skips=False,
     ),
-}
+}  # fmt: skip
 HIERA = (
     ("Layer", layer(
         "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
