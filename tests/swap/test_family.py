@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels import backend, swap_in
+from fastvit_kernels import backend, swap_in, watch
 from fastvit_kernels.swap import hosts, prove
 from fastvit_kernels.swap.hosts import fused, transformers as table
 from fastvit_kernels.swap.hosts.attention import Attention, AttentionRoles
@@ -188,3 +188,12 @@ def test_the_dtype_of_a_norm_is_proven(dtype, monkeypatch):
     assert proven == (dtype == "widest")
     with backend("torch"):
         assert model(torch.ones(2, 32, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_searched_layers_take_what_their_models_hand_down(tower):
+    """By no name of their signature: keywords that nothing inside reads."""
+    explained(tower)
+    with backend("torch"), watch(tower) as status:
+        tower(torch.randn(1, 3, 32, 32), output_hidden_states=True)
+    blocks = [row.way for row in status.modules if row.level == "block"]
+    assert set(blocks) == {"fused"}, str(status)

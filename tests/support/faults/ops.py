@@ -559,6 +559,15 @@ FAULTS: list[Fault] = [
         )
     ),
     Fault(
+        "op-tiny-scale",
+        "ops/attention/functions.py",
+        "unsupported_scale",
+        "a mask beside a tiny scale is lost",
+        "scale >= 1e-20",
+        "scale > 0",
+        only=("ops/test_bad_calls.py::test_a_mask_beside_a_tiny_scale_counts",),
+    ),
+    Fault(
         "op-float64-residual",
         "runtime/backend.py",
         "dtype_reason",
