@@ -166,8 +166,7 @@ class PatchEmbed(nn.Module):
                 return patches
         else:
             patches = self.proj(images)
-            rows, cols = patches.shape[2:]
-            patches = patches.flatten(2).transpose(1, 2)
+            (rows, cols), patches = patches.shape[2:], patches.flatten(2).transpose(1, 2)
         return kept_tokens(add_tokens(self.norm(patches), **tokens), keep, rows * cols)
 
 
@@ -178,10 +177,9 @@ def rate_of(dropout: Any) -> float:
 
 def _cuts(proj: Any) -> bool:
     """Whether a projection is that of patches side by side, which nobody watches."""
-    if type(proj) is not nn.Conv2d or is_hooked(proj) or not is_raw(proj.weight):
-        return False
-    usual = proj.groups == 1 and proj.padding in ((0, 0), "valid") and proj.dilation == (1, 1)
-    return usual and proj.kernel_size == proj.stride
+    usual = type(proj) is nn.Conv2d and proj.groups == 1 and proj.dilation == (1, 1)
+    usual = usual and proj.padding in ((0, 0), "valid") and proj.kernel_size == proj.stride
+    return usual and not is_hooked(proj) and is_raw(proj.weight)
 
 
 def _is_uint8(images: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops.common.samples import kept_rows
 from ..ops.norm.functions import layer_norm, layer_norm_and_input, rms_norm, rms_norm_and_input
 from ..ops.recomputed_norm import recomputed_norm
 from ..runtime.arguments import autocast_dtype, check_int, check_tensor
@@ -80,6 +81,13 @@ class RmsNorm(nn.RMSNorm):
 
 # By the names of timm's classes, as Block and VisionTransformer take them.
 NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
+
+
+def norm_and_input(norm: nn.Module, x: Tensor, samples: Tensor | None) -> tuple[Tensor, Tensor]:
+    """norm(x) of the samples that are kept, and x, which a norm of ours hands on itself."""
+    if not isinstance(norm, (LayerNorm, RmsNorm)):
+        return norm(x if samples is None else kept_rows(x, samples)), x
+    return norm(x, and_input=True, **({} if samples is None else {"samples": samples}))
 
 
 def can_rebuild(norm: nn.Module) -> bool:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.common.samples import kept_rows
 from ..ops.recomputed_sum import recomputed_sum
 from .config import BlockConfig, ViTConfig, configured_by
 from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
-from .norms import LayerNorm, RmsNorm, can_rebuild, rebuilt_output
+from .norms import can_rebuild, norm_and_input, rebuilt_output
 from .packing import Crops
 from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
 from .positions import resize_positions
@@ -65,22 +64,17 @@ class Block(nn.Module):
 
         memory="low": the backward rebuilds what norm gave, and the sum that norm2 read.
         """
-        nothing = nn.Identity  # which may stand for a part
-        gamma = None if scale is None or type(scale) is nothing else scale.gamma
-        drop_path = DropPath() if type(drop_path) is nothing else drop_path
+        gamma = None if scale is None or type(scale) is nn.Identity else scale.gamma
+        drop_path = DropPath() if type(drop_path) is nn.Identity else drop_path
         if packing is not None and drop_path.skips():
             tokens, factors, kept = packing.drawn(drop_path.drop_prob, x)
             more = {"packing": kept} if more else more
             y = branch(norm(x[tokens]), None, gamma, factors, **more)
             return x.index_add(0, tokens, y.to(x.dtype))
         samples = None if packing is not None else drop_path.samples(x)
-        given: dict[str, Any] = {} if samples is None else {"samples": samples}
         low = self.memory == "low" and can_rebuild(norm)
         with recomputed_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
-            if isinstance(norm, (LayerNorm, RmsNorm)):
-                y, x = norm(x, and_input=True, **given)
-            else:
-                y = norm(x if samples is None else kept_rows(x, samples))
+            y, x = norm_and_input(norm, x, samples)
         with rebuilt_output(norm, y, x, recompute_fn, samples) if low else nullcontext():
             if packing is not None:
                 rows = packing.factors(drop_path.row_scale, x)

@@ -92,6 +92,18 @@ def test_a_child_that_no_role_names_is_refused(tower):
     assert "it has a part that we do not know: another" in str(swap_in(tower, explain=True))
 
 
+@pytest.fixture
+def give(monkeypatch):
+    """What adds a row of the table for a class of this file."""
+
+    def added(cls, row):
+        path = hosts.host_path(cls)
+        monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
+        monkeypatch.setitem(table.TABLE, path, row)
+
+    return added
+
+
 class Tempered(nn.Module):
     """An MLP that reads a keyword that its signature does not name."""
 
@@ -104,12 +116,10 @@ class Tempered(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["temperature", "use_cache"])
-def test_what_a_row_says_that_nothing_reads_is_proven(name, monkeypatch):
+def test_what_a_row_says_that_nothing_reads_is_proven(name, give):
     model, x = randomize(nn.Sequential(Tempered())), torch.randn(2, 5, 32)
-    path = hosts.host_path(Tempered)
     roles = MlpRoles("fc1", "fc2", "gelu")
-    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
-    monkeypatch.setitem(table.TABLE, path, fused.row(Mlp, roles=roles, unread=frozenset([name])))
+    give(Tempered, fused.row(Mlp, roles=roles, unread=frozenset([name])))
     wanted = copy.deepcopy(model)[0](x, temperature=2.0)
     text = str(swap_in(model, explain=True))
     refused = "by the table of its library: it could not be tried: unsupported operand" in text
@@ -139,14 +149,13 @@ def turn_pairs(q, k, cos, sin):
 
 
 @pytest.mark.parametrize("rotate", ["turn_pairs", "turn_pear"])
-def test_a_rotation_that_is_not_there_is_no_row(rotate, monkeypatch):
-    model, path = randomize(nn.Sequential(Turned())), hosts.host_path(Turned)
+def test_a_rotation_that_is_not_there_is_no_row(rotate, give):
+    model = randomize(nn.Sequential(Turned()))
     roles = AttentionRoles(
         ("qkv",), "heads", "out", rope="rope", rotate=rotate, spread="*",
         kernel="half, cos before sin, this prefix",
     )  # fmt: skip
-    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
-    monkeypatch.setitem(table.TABLE, path, fused.row(Attention, roles=roles))
+    give(Turned, fused.row(Attention, roles=roles))
     proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
     assert proven == (rotate == "turn_pairs")
     angles = torch.randn(5, 16)  # as the host takes them, by sample and head
@@ -156,12 +165,11 @@ def test_a_rotation_that_is_not_there_is_no_row(rotate, monkeypatch):
 
 
 @pytest.mark.parametrize(("scale", "right"), [(8**-0.5, False), (16**-0.5, True)])
-def test_a_scale_that_is_a_number_is_proven_for_heads_of_its_size(scale, right, monkeypatch):
+def test_a_scale_that_is_a_number_is_proven_for_heads_of_its_size(scale, right, give):
     """The host leaves it to torch: heads of 8, in a narrower copy, have another."""
-    model, path = randomize(nn.Sequential(Turned())), hosts.host_path(Turned)
+    model = randomize(nn.Sequential(Turned()))
     roles = AttentionRoles(("qkv",), "heads", "out", scale=scale)
-    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
-    monkeypatch.setitem(table.TABLE, path, fused.row(Attention, roles=roles))
+    give(Turned, fused.row(Attention, roles=roles))
     proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
     assert proven == right
 
@@ -179,11 +187,10 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["widest", "input", ""])
-def test_the_dtype_of_a_norm_is_proven(dtype, monkeypatch):
-    model, path = nn.Sequential(Scaled()), hosts.host_path(Scaled)
+def test_the_dtype_of_a_norm_is_proven(dtype, give):
+    model = nn.Sequential(Scaled())
     row = fused.row(fused.RmsNorm, roles=fused.NormRoles(bias="", dtype=dtype, rounded=True))
-    monkeypatch.setitem(hosts.HOST_FILES, path.partition(".")[0], table.__name__)
-    monkeypatch.setitem(table.TABLE, path, row)
+    give(Scaled, row)
     proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
     assert proven == (dtype == "widest")
     with backend("torch"):

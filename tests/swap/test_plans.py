@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from outside import look_alikes
 from private import REPLICATE
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -179,18 +180,9 @@ def edit_double(module: Any) -> None:
     first_of(nn.Linear)(module).__class__ = Doubled
 
 
-class Twice(torch.Tensor):
-    """A weight that says itself what a Linear by it is."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        y = super().__torch_function__(func, types, args, kwargs or {})
-        return (y * 2).as_subclass(torch.Tensor) if func is nn.functional.linear else y
-
-
 def edit_rules(module: Any) -> None:
     linear = first_of(nn.Linear)(module)
-    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Twice))
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(look_alikes.Twice))
 
 
 def edit_sizes(module: Any) -> None:

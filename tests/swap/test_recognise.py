@@ -187,15 +187,6 @@ def test_the_report_counts_the_flops_of_a_block(name):
     assert not report.depending_flops
 
 
-class Twice(torch.Tensor):
-    """A weight that says itself what a product by it is."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        y = super().__torch_function__(func, types, args, kwargs or {})
-        return (y * 2).as_subclass(torch.Tensor) if func is nn.functional.linear else y
-
-
 @pytest.mark.parametrize("called", [False, True])
 def test_a_packed_weight_with_rules_of_its_own_is_the_hosts(called):
     """Given before the first call, or between two: no kernel may read its memory."""
@@ -206,7 +197,9 @@ def test_a_packed_weight_with_rules_of_its_own_is_the_hosts(called):
         if called:
             step(module, True)
         for m in (module, host):
-            m.attn.in_proj_weight = nn.Parameter(m.attn.in_proj_weight.detach().as_subclass(Twice))
+            m.attn.in_proj_weight = nn.Parameter(
+                m.attn.in_proj_weight.detach().as_subclass(look_alikes.Twice)
+            )
         with watch(module) as status:
             assert_same(step(module, True), step(host, True), 1e-5)
     assert "it reads the weights of Linears that are no plain ones" in str(status)

@@ -296,8 +296,8 @@ def example(generator: torch.Generator, *shape: int) -> Tensor:
 def width_of(module: Any) -> int:
     """The width of a module's input: what its first weight or norm reads."""
     for m in module.modules():
-        held = [p.shape[1] for p in held_weights(m)]
-        width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", held[:1])
+        width = getattr(m, "in_features", None) or getattr(m, "normalized_shape", None)
+        width = width or [p.shape[1] for p in held_weights(m)][:1]
         if width:
             return width if isinstance(width, int) else width[-1]
     return next((p.shape[-1] for p in module.parameters()), 8)  # without parameters: any

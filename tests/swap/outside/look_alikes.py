@@ -211,3 +211,12 @@ class Tanh(nn.Module):
 
     def forward(self, x):
         return self.fc2(torch.tanh(self.fc1(x)))
+
+
+class Twice(torch.Tensor):
+    """A weight that says itself what a Linear by it is."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        y = super().__torch_function__(func, types, args, kwargs or {})
+        return (y * 2).as_subclass(torch.Tensor) if func is nn.functional.linear else y
