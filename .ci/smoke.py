@@ -55,9 +55,15 @@ except ModuleNotFoundError as error:
     print("no swap:", error)
 else:
     host = timm.create_model(
-        "vit_tiny_patch16_224", pretrained=False, img_size=8, patch_size=4, embed_dim=16,
-        num_heads=2, depth=1, num_classes=3,
-    )  # fmt: skip
+        "vit_tiny_patch16_224",
+        pretrained=False,
+        img_size=8,
+        patch_size=4,
+        embed_dim=16,
+        num_heads=2,
+        depth=1,
+        num_classes=3,
+    )
     assert fk.swap_in(host).level == "block"
     host(torch.randn(2, 3, 8, 8)).sum().backward()
 

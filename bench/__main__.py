@@ -49,10 +49,13 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
     session.add_arguments(
         add(
-            "contact", aliases=["session"], help="check, time and tune in a given time",
-            description=session.__doc__, formatter_class=raw,
+            "contact",
+            aliases=["session"],
+            help="check, time and tune in a given time",
+            description=session.__doc__,
+            formatter_class=raw,
         )
-    )  # fmt: skip
+    )
     for name, says in MEASURED.items():
         _add_measuring(add(name, help=says), name)
     add("plot", help="redraw everything from a CSV").add_argument("folder", type=Path)
@@ -60,9 +63,11 @@ def build_parser() -> argparse.ArgumentParser:
     for side in "ab":
         comparing.add_argument(side, type=Path)
     comparing.add_argument(
-        "--threshold", type=options.within(float, 0, options.MOST), default=report.THRESHOLD,
+        "--threshold",
+        type=options.within(float, 0, options.MOST),
+        default=report.THRESHOLD,
         help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
-    )  # fmt: skip
+    )
     session.add_warm_arguments(add("warm", help="first launches of the targets, to compile"))
     add("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
@@ -73,9 +78,12 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--mode", action="append", choices=(*MODES, *whole))
     for mode in whole:
         parser.add_argument(
-            f"--{mode}", dest="mode", action="append_const", const=mode,
+            f"--{mode}",
+            dest="mode",
+            action="append_const",
+            const=mode,
             help=f"the same as --mode {mode}",
-        )  # fmt: skip
+        )
     amp = "amp: fp32 parameters under bf16 autocast; else of all tensors"
     options.add(parser, "--dtype", choices=("amp", *DTYPES), action="append", help=amp)
     parser.add_argument("--provider", action="append", help="may be given several times")
@@ -113,9 +121,11 @@ def main(
 
 
 def _run(
-    arguments: argparse.Namespace, words: Sequence[str], machine: Machine | None,
+    arguments: argparse.Namespace,
+    words: Sequence[str],
+    machine: Machine | None,
     started: float | None,
-) -> int:  # fmt: skip
+) -> int:
     console, command = make_console(), arguments.command
     if command == "plot":
         return report.run_plot(read_rows(arguments.folder), arguments.folder, console)

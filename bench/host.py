@@ -89,9 +89,14 @@ def swapped_case(name: str, device: torch.device) -> Case:
     host, x = Block(C, C // 32, init_values=1e-5), torch.randn(SIZES.B, SIZES.T, C)
     if "block" not in name:
         host = VisionTransformer(
-            img_size=32, patch_size=16, embed_dim=C, num_heads=C // 32, class_token=False,
-            global_pool="avg", num_classes=10,
-        )  # fmt: skip
+            img_size=32,
+            patch_size=16,
+            embed_dim=C,
+            num_heads=C // 32,
+            class_token=False,
+            global_pool="avg",
+            num_classes=10,
+        )
         x, calls = torch.randn(SIZES.B, 3, 32, 32), max(CALLS // 5, 1)  # four patches
     swapped = copy.deepcopy(host.to(device))
     fk.swap_in(swapped)
@@ -162,6 +167,15 @@ def measure_host(device: torch.device) -> Iterator[Row]:
             for provider, us in zip(contexts, found, strict=True):
                 ms, p20, p80 = (x / 1e3 for x in us)
                 yield Row(
-                    OP, provider, name, "fp32", mode, T=SIZES.T, ms=ms, ms_p20=p20,
-                    ms_p80=p80, samples=ROUNDS * case.calls, speedup=found[0].median / us.median,
-                )  # fmt: skip
+                    OP,
+                    provider,
+                    name,
+                    "fp32",
+                    mode,
+                    T=SIZES.T,
+                    ms=ms,
+                    ms_p20=p20,
+                    ms_p80=p80,
+                    samples=ROUNDS * case.calls,
+                    speedup=found[0].median / us.median,
+                )

@@ -130,9 +130,14 @@ def overall(name: str, errors: Sequence[Error], sizes: Sequence[int]) -> Error:
     floor_max = max(e.limit_max - 2 * e.torch_max for e in errors)
     floor_rms = mean([e.limit_rms - 2 * e.torch_rms for e in errors])
     return Error(
-        name, max(e.max for e in errors), mean([e.rms for e in errors]), torch_max, torch_rms,
-        2 * torch_max + floor_max, 2 * torch_rms + floor_rms,
-    )  # fmt: skip
+        name,
+        max(e.max for e in errors),
+        mean([e.rms for e in errors]),
+        torch_max,
+        torch_rms,
+        2 * torch_max + floor_max,
+        2 * torch_rms + floor_rms,
+    )
 
 
 def model_errors(actual: Tensors, yardstick: Tensors, oracle: Tensors) -> list[Error]:
@@ -203,9 +208,12 @@ class Entry(Contender):
 
     def finish(self, row: Row) -> Row:
         row = replace(
-            row, status=self.outcome.status, note=self.outcome.note, peak_mib=self.peak_mib,
+            row,
+            status=self.outcome.status,
+            note=self.outcome.note,
+            peak_mib=self.peak_mib,
             kept_mib=self.kept_mib,
-        )  # fmt: skip
+        )
         if not self.times or not self.is_alive:
             return row
         row = row.timed(self.times)

@@ -130,9 +130,15 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
         from timm.models.vision_transformer import VisionTransformer
 
         return VisionTransformer(
-            img_size=case.size, patch_size=case.patch, embed_dim=C, depth=depth, num_heads=H,
-            mlp_ratio=mlp / C, num_classes=NUM_CLASSES, drop_path_rate=case.drop_path,
-        )  # fmt: skip
+            img_size=case.size,
+            patch_size=case.patch,
+            embed_dim=C,
+            depth=depth,
+            num_heads=H,
+            mlp_ratio=mlp / C,
+            num_classes=NUM_CLASSES,
+            drop_path_rate=case.drop_path,
+        )
     if case.host == "torchvision":
         from torchvision.models import VisionTransformer
 
@@ -144,9 +150,14 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
 
     config: Any = ViTConfig
     settings = config(
-        hidden_size=C, num_hidden_layers=depth, num_attention_heads=H, intermediate_size=mlp,
-        image_size=case.size, patch_size=case.patch, num_labels=NUM_CLASSES,
-    )  # fmt: skip
+        hidden_size=C,
+        num_hidden_layers=depth,
+        num_attention_heads=H,
+        intermediate_size=mlp,
+        image_size=case.size,
+        patch_size=case.patch,
+        num_labels=NUM_CLASSES,
+    )
     return ViTForImageClassification(settings)
 
 
@@ -401,16 +412,23 @@ STEPS = 3
 
 # Stage -> parts of an operator's name; the first that occurs in it decides.
 _NAMES = {
-    "patch embed": ("patch_embed", "convolution"), "norm": ("layer_norm", "rms_norm"),
-    "qkv": ("qkv_projection",), "attention": ("rope_", "sdpa", "scaled_dot_product", "attention"),
+    "patch embed": ("patch_embed", "convolution"),
+    "norm": ("layer_norm", "rms_norm"),
+    "qkv": ("qkv_projection",),
+    "attention": ("rope_", "sdpa", "scaled_dot_product", "attention"),
     "mlp": ("mlp", "gated", "gelu"),
-}  # fmt: skip
+}
 # Also inside our operators that begin with the QKV projection.
 _ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
 _PRODUCTS = (
-    "aten::mm", "aten::addmm", "aten::linear", "aten::matmul", "aten::_addmm_activation",
-    "fastvit_kernels::linear", "fastvit_kernels::rope_attention_fwd",
-)  # fmt: skip
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::matmul",
+    "aten::_addmm_activation",
+    "fastvit_kernels::linear",
+    "fastvit_kernels::rope_attention_fwd",
+)
 
 
 def operators_of(event: Any) -> list[tuple[str, set[int]]]:

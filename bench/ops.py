@@ -429,10 +429,13 @@ class Op:
         tokens = sum(lengths(shape)) if self.name == "varlen_attention" else shape.B * shape.T
         rows = found["x"] // x // example.sizes["C"] if self.name.endswith("norm") else tokens
         found |= {
-            "y": tokens * example.sizes.get("N", shape.C) * y, "hidden": tokens * shape.F * y,
-            "heads": 3 * tokens * shape.C * y, "lse": 4 * shape.H * tokens,
-            "mean": 4 * rows, "rstd": 4 * rows,
-        }  # fmt: skip
+            "y": tokens * example.sizes.get("N", shape.C) * y,
+            "hidden": tokens * shape.F * y,
+            "heads": 3 * tokens * shape.C * y,
+            "lse": 4 * shape.H * tokens,
+            "mean": 4 * rows,
+            "rstd": 4 * rows,
+        }
         found.setdefault("gate_weight", 0)  # packed: fc1_weight has both
         return found | {f"d{n}": size for n, size in found.items()}
 
@@ -528,9 +531,10 @@ def _turned_by_head(shape: Shape, **inputs: Tensor) -> Tensor:
 def _rope_sizes(shape: Shape) -> dict[str, Any]:
     """Lengths that are not in PREFIX have a class token."""
     return dict(
-        prefix=PREFIX.get(shape.T, 1), lead=(1, shape.H) if shape.variant == LEARNT else (),
+        prefix=PREFIX.get(shape.T, 1),
+        lead=(1, shape.H) if shape.variant == LEARNT else (),
         norm=NORMED if shape.variant == NORMED else None,
-    )  # fmt: skip
+    )
 
 
 def _rope_options(shape: Shape) -> dict[str, Any]:
@@ -566,10 +570,14 @@ def _rms_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
         rows = x.view(-1, x.shape[-1])
         return module.rmsnorm(rows, weight.float(), eps=EPS).view(x.shape)
 
-    return [] if shape.variant == ADDED else [
-        imported("liger_kernel", "liger_kernel.ops.rms_norm", liger),
-        imported("quack", "quack.rmsnorm", quack),
-    ]  # fmt: skip
+    return (
+        []
+        if shape.variant == ADDED
+        else [
+            imported("liger_kernel", "liger_kernel.ops.rms_norm", liger),
+            imported("quack", "quack.rmsnorm", quack),
+        ]
+    )
 
 
 def _stored(fused: Function) -> Provider:
@@ -579,10 +587,16 @@ def _stored(fused: Function) -> Provider:
 
 def _gated_mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
     def liger(
-        module: Any, x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor,
-        fc2_bias: Tensor, residual: Tensor, gate_weight: Tensor | None = None,
+        module: Any,
+        x: Tensor,
+        fc1_weight: Tensor,
+        fc1_bias: Tensor,
+        fc2_weight: Tensor,
+        fc2_bias: Tensor,
+        residual: Tensor,
+        gate_weight: Tensor | None = None,
         gate_bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         value = F.linear(x, fc1_weight, fc1_bias)
         if gate_weight is None:
             gate, value = value.chunk(2, dim=-1)
@@ -626,12 +640,17 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
         return module.memory_efficient_attention(*qkv.unbind(2))
 
     own = [*_other_ways(shape, dtype, torch_, fused), *sdpa_unpacked()]
-    return own if dtype == "fp32" else [
-        *own, imported("flash_attn", "flash_attn", flash_attn),
-        imported("flash_attn_3", "flash_attn_interface", separate),
-        imported("flash_attn_4", "flash_attn.cute", separate),
-        imported("xformers", "xformers.ops", xformers),
-    ]  # fmt: skip
+    return (
+        own
+        if dtype == "fp32"
+        else [
+            *own,
+            imported("flash_attn", "flash_attn", flash_attn),
+            imported("flash_attn_3", "flash_attn_interface", separate),
+            imported("flash_attn_4", "flash_attn.cute", separate),
+            imported("xformers", "xformers.ops", xformers),
+        ]
+    )
 
 
 def _turned_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
@@ -723,16 +742,22 @@ def _varlen_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -
         return module.memory_efficient_attention(q, k, v, attn_bias=mask()).squeeze(0)
 
     own = [
-        plain("sdpa-padded", on_padded(shape, attention_ref)), plain("nested", nested),
+        plain("sdpa-padded", on_padded(shape, attention_ref)),
+        plain("nested", nested),
         ours("ours-padded", on_padded(shape, fk.attention)),
-    ]  # fmt: skip
-    return own if dtype == "fp32" else [
-        *own, imported("torch-varlen", "torch.nn.attention.varlen", torch_varlen),
-        imported("flash_attn", "flash_attn", flash_attn),
-        imported("flash_attn_3", "flash_attn_interface", separate),
-        imported("flash_attn_4", "flash_attn.cute", separate),
-        imported("xformers", "xformers.ops", xformers),
-    ]  # fmt: skip
+    ]
+    return (
+        own
+        if dtype == "fp32"
+        else [
+            *own,
+            imported("torch-varlen", "torch.nn.attention.varlen", torch_varlen),
+            imported("flash_attn", "flash_attn", flash_attn),
+            imported("flash_attn_3", "flash_attn_interface", separate),
+            imported("flash_attn_4", "flash_attn.cute", separate),
+            imported("xformers", "xformers.ops", xformers),
+        ]
+    )
 
 
 # --- the table
@@ -751,28 +776,36 @@ OPS = {
     for op in (
         Op(
             # forward mean 1, centre 1, squares 2, scale 1, affine 2; backward likewise
-            "layer_norm", lambda: (*vits(), *head_sweep(197)), lambda s: _elements(s, 7, 13),
-            {"": ("x y mean rstd", "dy x dx mean rstd")}, _layer_norm_peers,
+            "layer_norm",
+            lambda: (*vits(), *head_sweep(197)),
+            lambda s: _elements(s, 7, 13),
+            {"": ("x y mean rstd", "dy x dx mean rstd")},
+            _layer_norm_peers,
             lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
             dtypes=_NORM_DTYPES,
         ),
         Op(
             # forward squares 2, scale 1, weight 1, a residual 1; backward likewise
-            "rms_norm", rms_norm_shapes,
+            "rms_norm",
+            rms_norm_shapes,
             lambda s: _elements(s, 5 if s.variant == ADDED else 4, 9),
             {"": ("x y rstd", "dy x dx rstd"), ADDED: ("x residual y rstd", "dy x dx rstd")},
-            _rms_norm_peers, _torch_rms_norm,
+            _rms_norm_peers,
+            _torch_rms_norm,
             sizes=lambda s: dict(rows=(s.B, s.T, s.H), C=s.D) if s.variant == HEADS else {},
             given=lambda s: ("x", "weight", "residual") if s.variant == ADDED else (),
             dtypes=_NORM_DTYPES,
         ),
         Op(
             # its two epilogues in a ViT: proj (LayerScale, residual), fc1 (exact GELU)
-            "linear", lambda: (replace(s, variant=v) for s in vits() for v in ("proj", "fc1")),
+            "linear",
+            lambda: (replace(s, variant=v) for s in vits() for v in ("proj", "fc1")),
             lambda s: _products(s, s.C, s.F if s.variant == "fc1" else s.C),
             # dresidual is dy; what the GELU took is kept
-            {"": ("x weight residual y", "dy x weight dx dweight"),
-             "fc1": ("x weight y y", "dy x weight y dx dweight")},
+            {
+                "": ("x weight residual y", "dy x weight dx dweight"),
+                "fc1": ("x weight y y", "dy x weight y dx dweight"),
+            },
             lambda shape, dtype, torch_, fused: gemm_routes(fused),
             sizes=lambda s: dict(N=s.F) if s.variant == "fc1" else {},
             options=lambda s: dict(activation="gelu" if s.variant == "fc1" else None),
@@ -780,44 +813,75 @@ OPS = {
         ),
         Op(
             # queries and keys of a packed qkv, qk-norm or none
-            "rope", rope_shapes, _rope,
-            {"": ("q k cos sin q k", "dq dk cos sin dq dk"),
-             NORMED: ("q k cos sin q k", "dq dk q k cos sin dq dk"),
-             LEARNT: ("q k cos sin q k", "dq dk q k cos sin dq dk dcos dsin")},
-            sizes=_rope_sizes, options=_rope_options,
+            "rope",
+            rope_shapes,
+            _rope,
+            {
+                "": ("q k cos sin q k", "dq dk cos sin dq dk"),
+                NORMED: ("q k cos sin q k", "dq dk q k cos sin dq dk"),
+                LEARNT: ("q k cos sin q k", "dq dk q k cos sin dq dk dcos dsin"),
+            },
+            sizes=_rope_sizes,
+            options=_rope_options,
         ),
         Op(
-            "attention", lambda: (*vits(), *token_sweep(), *head_sweep(197, 577, 1025)),
-            _attention, {"": _QKV}, _attention_peers, long=lambda shape, qkv: by_head(qkv),
+            "attention",
+            lambda: (*vits(), *token_sweep(), *head_sweep(197, 577, 1025)),
+            _attention,
+            {"": _QKV},
+            _attention_peers,
+            long=lambda shape, qkv: by_head(qkv),
         ),
         Op(
             # the QKV projection and attention as one Function
-            "qkv_attention", lambda: (*vits(), *token_sweep(most=4097)),
+            "qkv_attention",
+            lambda: (*vits(), *token_sweep(most=4097)),
             lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s)),
-            {"": _PROJECTED}, _other_ways, long=_projected_by_head,
+            {"": _PROJECTED},
+            _other_ways,
+            long=_projected_by_head,
         ),
         Op(
-            "rope_attention", rope_shapes,
+            "rope_attention",
+            rope_shapes,
             lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s), _rope(s)),
             # q and k could turn where they are loaded
             {"": (f"cos sin {_PROJECTED[0]}", f"cos sin {_PROJECTED[1]}")},
-            _turned_peers, long=_turned_by_head, sizes=_rope_sizes, options=_rope_options,
+            _turned_peers,
+            long=_turned_by_head,
+            sizes=_rope_sizes,
+            options=_rope_options,
         ),
         Op(
-            "varlen_attention", varlen_attention_shapes, _attention, {"": _QKV}, _varlen_peers,
-            long=_packed_by_head, compiled=by_flex,
+            "varlen_attention",
+            varlen_attention_shapes,
+            _attention,
+            {"": _QKV},
+            _varlen_peers,
+            long=_packed_by_head,
+            compiled=by_flex,
             sizes=lambda s: dict(lengths=tuple(lengths(s))),
         ),
         Op(
-            "mlp", vits, lambda s: _products(s, s.C, 2 * s.F),  # with the residual of its block
-            {"": (f"x residual {_HIDDEN} y hidden",
-                  f"dy x hidden {_HIDDEN} dx dfc1_weight dfc2_weight")},
+            "mlp",
+            vits,
+            lambda s: _products(s, s.C, 2 * s.F),  # with the residual of its block
+            {
+                "": (
+                    f"x residual {_HIDDEN} y hidden",
+                    f"dy x hidden {_HIDDEN} dx dfc1_weight dfc2_weight",
+                )
+            },
             lambda shape, dtype, torch_, fused: [_stored(fused), *gemm_routes(fused)],
         ),
         Op(
-            "gated_mlp", gated_mlp_shapes, lambda s: _products(s, s.C, 3 * s.F),
-            {"": (_GATED_FORWARD, _GATED_BACKWARD),
-             "norm": (f"{_GATED_FORWARD} mean rstd", f"{_GATED_BACKWARD} mean rstd")},
+            "gated_mlp",
+            gated_mlp_shapes,
+            lambda s: _products(s, s.C, 3 * s.F),
+            {
+                "": (_GATED_FORWARD, _GATED_BACKWARD),
+                "norm": (f"{_GATED_FORWARD} mean rstd", f"{_GATED_BACKWARD} mean rstd"),
+            },
             _gated_mlp_peers,
             sizes=lambda s: dict(
                 separate=s.variant in ("separate", "norm"), norm=s.variant == "norm"
@@ -825,12 +889,17 @@ OPS = {
         ),
         Op(
             # with a class token and positions; images need no gradient, as in training
-            "patch_embed", vits, _patches,
+            "patch_embed",
+            vits,
+            _patches,
             {"": ("images weight pos_embed y", "images dweight dpos_embed dy")},
             lambda shape, dtype, torch_, fused: [
-                plain("eager, cudnn.benchmark", torch_,
-                      context=lambda: replaced(torch.backends.cudnn, "benchmark", True))
+                plain(
+                    "eager, cudnn.benchmark",
+                    torch_,
+                    context=lambda: replaced(torch.backends.cudnn, "benchmark", True),
+                )
             ],
         ),
     )
-}  # fmt: skip
+}

@@ -120,12 +120,18 @@ def vit_cases() -> Iterator[tuple[int, float, Case]]:
     """(tier, factor of the guessed seconds, case)."""
     base = Case("timm", "B", 224, 128)
     for tier, factor, changes in (
-        (0, 1.0, {}), (1, 0.6, dict(mode="infer")), (1, 0.8, dict(model="S", batch=256)),
-        (1, 1.6, dict(model="L", batch=64)), (2, 1.0, dict(dtype="bf16")),
-        (2, 1.0, dict(host="torchvision")), (2, 1.0, dict(host="hf")),
-        (2, 1.2, dict(size=384, batch=64)), (3, 0.8, dict(model="Ti", batch=512)),
-        (3, 2.0, dict(model="H", batch=32)), *((3, 1.0, dict(batch=n)) for n in (32, 64, 256, 512)),
-    ):  # fmt: skip
+        (0, 1.0, {}),
+        (1, 0.6, dict(mode="infer")),
+        (1, 0.8, dict(model="S", batch=256)),
+        (1, 1.6, dict(model="L", batch=64)),
+        (2, 1.0, dict(dtype="bf16")),
+        (2, 1.0, dict(host="torchvision")),
+        (2, 1.0, dict(host="hf")),
+        (2, 1.2, dict(size=384, batch=64)),
+        (3, 0.8, dict(model="Ti", batch=512)),
+        (3, 2.0, dict(model="H", batch=32)),
+        *((3, 1.0, dict(batch=n)) for n in (32, 64, 256, 512)),
+    ):
         yield tier, factor, replace(base, **changes)
     for model in ("Ti", "S", "B", "L", "H"):
         for size, images in ((384, 32), (512, 16)):
@@ -226,9 +232,15 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
 
 GPUS = ("H100", "H200")  # that the goals are for
 SDPA = (
-    "sdpa-flash", "sdpa-cudnn", "sdpa-flash-unpacked", "sdpa-cudnn-unpacked", "sdpa-efficient",
-    "flash_attn", "flash_attn_3", "flash_attn_4",
-)  # fmt: skip
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-flash-unpacked",
+    "sdpa-cudnn-unpacked",
+    "sdpa-efficient",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+)
 VIT_B = "timm-ViT-B-224-B256"
 OF_VIT_B = "ViT-B-B128-T197-C768-H12"
 PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
@@ -284,9 +296,13 @@ def _attention(name: str, tokens: Sequence[int], least: float) -> tuple[Claim, .
 
 
 def _step(
-    name: str, shape: str, least: float, *peers: str, kind: str = "time",
+    name: str,
+    shape: str,
+    least: float,
+    *peers: str,
+    kind: str = "time",
     ours: tuple[str, ...] = ("swapped", "swapped+"),
-) -> Claim:  # fmt: skip
+) -> Claim:
     return Claim(name, "vit", "train", (shape,), least, peers, kind, ours, "amp")
 
 
@@ -294,56 +310,96 @@ GOALS = (
     Goal(
         "attention forward and backward, D = 64, T = 197 and 257",
         "best forced SDPA backend (cuDNN, flash; qkv packed or not), FA3 and FA4 if installed",
-        "1.3x", _attention("197, 257", SHORT_T, 1.3),
+        "1.3x",
+        _attention("197, 257", SHORT_T, 1.3),
     ),
     Goal("the same, T = 577 to 4097", "the same", "1.0x", _attention("577..4097", LONG_T, 1.0)),
     Goal(
-        "layer_norm and rms_norm, forward / backward", "copy roof", "85 % / 75 %",
+        "layer_norm and rms_norm, forward / backward",
+        "copy roof",
+        "85 % / 75 %",
         tuple(
             Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
-            for op in ("layer_norm", "rms_norm") for mode, least in (("fwd", 0.85), ("bwd", 0.75))
+            for op in ("layer_norm", "rms_norm")
+            for mode, least in (("fwd", 0.85), ("bwd", 0.75))
         ),
     ),
     Goal(
-        "MLP forward + backward, exact GELU; SwiGLU", "torch.compile max-autotune", "1.15x",
-        (Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
-         Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,))),
+        "MLP forward + backward, exact GELU; SwiGLU",
+        "torch.compile max-autotune",
+        "1.15x",
+        (
+            Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
+            Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,)),
+        ),
     ),
     Goal(
-        "rope + qk-norm forward + backward", "torch.compile", "1.3x",
+        "rope + qk-norm forward + backward",
+        "torch.compile",
+        "1.3x",
         (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", SEARCH)),),
     ),
     Goal(
-        "patch_embed forward", "conv2d (cudnn.benchmark) + cat + add", "2x",
-        (Claim("patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0,
-               (BASELINE, "eager, cudnn.benchmark")),),
+        "patch_embed forward",
+        "conv2d (cudnn.benchmark) + cat + add",
+        "2x",
+        (
+            Claim(
+                "patch_embed fwd",
+                "patch_embed",
+                "fwd",
+                (OF_VIT_B,),
+                2.0,
+                (BASELINE, "eager, cudnn.benchmark"),
+            ),
+        ),
     ),
     Goal(
         "ViT-B/16 224 training step, fp32 parameters, bf16 autocast, batch 256",
         "eager, both as they are or both as graphs / max-autotune / sustained matmul roof",
         "1.6x / 1.2x / 60 %",
-        (_step("ViT-B step, eager", VIT_B, 1.6, BASELINE, ours=("swapped",)),
-         _step("ViT-B step, graphs", VIT_B, 1.6, EAGER_GRAPH, ours=("swapped+graph",)),
-         _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
-         _step("ViT-B step, matmul roof", VIT_B, 0.6, kind="matmul")),
+        (
+            _step("ViT-B step, eager", VIT_B, 1.6, BASELINE, ours=("swapped",)),
+            _step("ViT-B step, graphs", VIT_B, 1.6, EAGER_GRAPH, ours=("swapped+graph",)),
+            _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
+            _step("ViT-B step, matmul roof", VIT_B, 0.6, kind="matmul"),
+        ),
     ),
     Goal(
-        "ViT-Ti/16, S/16 training step; DINOv3 ViT-B", "max-autotune", "1.5x; 1.3x",
-        (_step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
-         _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
-         _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH)),
+        "ViT-Ti/16, S/16 training step; DINOv3 ViT-B",
+        "max-autotune",
+        "1.5x; 1.3x",
+        (
+            _step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
+            _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
+            _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH),
+        ),
     ),
     Goal(
-        'peak memory of ViT-B, batch 256: default; memory="low"', "eager", "0.8x; 0.6x",
-        (_step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
-         _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",))),
+        'peak memory of ViT-B, batch 256: default; memory="low"',
+        "eager",
+        "0.8x; 0.6x",
+        (
+            _step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
+            _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",)),
+        ),
     ),
     Goal(
-        "ViT-L training step with drop_path 0.4, skipped", "the same without skipping", "1.3x",
-        (_step("ViT-L drop_path 0.4", "timm-ViT-L-224-B64-drop0.4", 1.3, "swapped", "swapped+",
-               ours=("swapped-skip", "swapped-skip+")),),
+        "ViT-L training step with drop_path 0.4, skipped",
+        "the same without skipping",
+        "1.3x",
+        (
+            _step(
+                "ViT-L drop_path 0.4",
+                "timm-ViT-L-224-B64-drop0.4",
+                1.3,
+                "swapped",
+                "swapped+",
+                ours=("swapped-skip", "swapped-skip+"),
+            ),
+        ),
     ),
-)  # fmt: skip
+)
 
 
 def has_goals(row: Row) -> bool:
@@ -449,9 +505,10 @@ def claim_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
                 _measured(v.ours, claim.kind),
                 _measured(v.peer, claim.kind) if claim.peers else "roof",
                 "" if v.ratio is None else f"{v.ratio:.2f}",
-                f"{100 * share:.0f} % {roof}" if share else "", v.word,
+                f"{100 * share:.0f} % {roof}" if share else "",
+                v.word,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -507,12 +564,14 @@ def op_target(
                     run_backward(p.make()(**inputs), given, torch.randn_like)
 
     return Task(
-        0, 90.0 if searches else 25.0 if compiles else 12.0,
+        0,
+        90.0 if searches else 25.0 if compiles else 12.0,
         f"{op.name} {shape.id} {'+'.join(modes)}{' max-autotune' if searches else ''}",
         _keys(op, shape, "bf16", modes, new),
         lambda names, bench: measure_op(op, shape, "bf16", modes, (*names, *beside), bench),
-        True, touch,
-    )  # fmt: skip
+        True,
+        touch,
+    )
 
 
 def vit_target(
@@ -529,9 +588,14 @@ def vit_target(
                     models.Runner(case, WAYS[way], device).step()
 
     return Task(
-        0, seconds, f"{case.id} {'+'.join(ways)}", _vit_keys(case, ways),
-        lambda names, bench: models.measure_vit(case, (*names, *beside), bench), True, touch,
-    )  # fmt: skip
+        0,
+        seconds,
+        f"{case.id} {'+'.join(ways)}",
+        _vit_keys(case, ways),
+        lambda names, bench: models.measure_vit(case, (*names, *beside), bench),
+        True,
+        touch,
+    )
 
 
 def targets(parts: Sequence[str] = ()) -> list[Task]:
@@ -557,13 +621,25 @@ def targets(parts: Sequence[str] = ()) -> list[Task]:
     every = (BASELINE, *GRAPHS, SEARCH)
     mlp, gated_mlp, rope = compiled()
     found = [
-        attention.pop(197), attention.pop(257), *vit(skips, SKIPS, (), 60.0),
-        attention.pop(577), attention.pop(1025), of("layer_norm"), of("rms_norm"), mlp, gated_mlp,
-        *vit(base, PLAIN, (), 60.0), rope, of("patch_embed", modes=("fwd",)), *attention.values(),
+        attention.pop(197),
+        attention.pop(257),
+        *vit(skips, SKIPS, (), 60.0),
+        attention.pop(577),
+        attention.pop(1025),
+        of("layer_norm"),
+        of("rms_norm"),
+        mlp,
+        gated_mlp,
+        *vit(base, PLAIN, (), 60.0),
+        rope,
+        of("patch_embed", modes=("fwd",)),
+        *attention.values(),
         *vit(base, ("swapped-low",), ("swapped",), 25.0),
         # These turns are the last of eager and ours: all goals' ratios are of them.
-        *vit(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)), *compiled(searches=True),
-        *vit(NamedCase("timm", DINOV3, 224, 128), every), *vit(replace(base, model="S"), every),
+        *vit(base, (SEARCH,), (EAGER_GRAPH, *GRAPHS)),
+        *compiled(searches=True),
+        *vit(NamedCase("timm", DINOV3, 224, 128), every),
+        *vit(replace(base, model="S"), every),
         *vit(replace(base, model="Ti", batch=512), every),
-    ]  # fmt: skip
+    ]
     return [task for task in found if not parts or any(part in task.title for part in parts)]

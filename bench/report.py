@@ -66,8 +66,15 @@ def host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 HEADER = (
-    "case", "eager, ms", "best peer, ms", "best of ours, ms", "of roof", "peak MiB", "speed-up", "",
-)  # fmt: skip
+    "case",
+    "eager, ms",
+    "best peer, ms",
+    "best of ours, ms",
+    "of roof",
+    "peak MiB",
+    "speed-up",
+    "",
+)
 
 
 def case_lines(rows: Iterable[Row]) -> list[list[str]]:
@@ -103,9 +110,10 @@ def _other_lines(rows: Iterable[Row]) -> Iterator[list[str]]:
 def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     other = ("what", "shape", "dtype", "mode", "provider", "")
     found = [
-        ("Cases", HEADER, case_lines(rows)), ("Also", other, [*_other_lines(rows)]),
+        ("Cases", HEADER, case_lines(rows)),
+        ("Also", other, [*_other_lines(rows)]),
         ("Host cost", *host_table(rows)),
-    ]  # fmt: skip
+    ]
     parts = ([f"{level} {t}", "", *markdown(head, lines)] for t, head, lines in found if lines)
     return [line for part in parts for line in part]
 
@@ -166,11 +174,14 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
     found = ratios(a, b)
     lines = [
         (
-            " ".join(r.key), *(f"{ms:.4g}" for ms in r.times), f"{r.ratio:.3f}",
-            f"{r.low:.3f} to {r.high:.3f}", "slower" if r.is_regression(threshold) else "",
+            " ".join(r.key),
+            *(f"{ms:.4g}" for ms in r.times),
+            f"{r.ratio:.3f}",
+            f"{r.low:.3f} to {r.high:.3f}",
+            "slower" if r.is_regression(threshold) else "",
         )
         for r in found
-    ]  # fmt: skip
+    ]
     console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
     header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
     print(aligned([header, *lines]))
@@ -243,11 +254,19 @@ def write_docs(path: Path = DOCS, committed: Path = COMMITTED, front: Path = REA
 
 # Okabe and Ito's colours, which a colour-blind reader tells apart.
 COLORS = {
-    BASELINE: "#666666", "compile": "#E69F00", SEARCH: "#D55E00", "best peer": "#009E73",
-    "ours": "#0072B2", "swapped": "#0072B2", "swapped+graph": "#56B4E9",
-    "swapped+compile": "#CC79A7", "eager+graph": "#AAAAAA", "swapped-low": "#009E73",
-    "swapped-skip": "#F0E442", "swapped-skip+graph": "#000000",
-}  # fmt: skip
+    BASELINE: "#666666",
+    "compile": "#E69F00",
+    SEARCH: "#D55E00",
+    "best peer": "#009E73",
+    "ours": "#0072B2",
+    "swapped": "#0072B2",
+    "swapped+graph": "#56B4E9",
+    "swapped+compile": "#CC79A7",
+    "eager+graph": "#AAAAAA",
+    "swapped-low": "#009E73",
+    "swapped-skip": "#F0E442",
+    "swapped-skip+graph": "#000000",
+}
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 WIDTH, DPI = 9.0, 110  # inches; 990 pixels
 
@@ -421,8 +440,11 @@ def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
 
 
 PICTURES = {
-    "attention": draw_attention, "vit": draw_vit, "ops": draw_ops, "profile": draw_profile,
-}  # fmt: skip
+    "attention": draw_attention,
+    "vit": draw_vit,
+    "ops": draw_ops,
+    "profile": draw_profile,
+}
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:

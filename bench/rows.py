@@ -104,9 +104,12 @@ class Row:
         if ms is None:
             return self
         return replace(
-            self, flops=flops, bytes=bytes_, tflops=None if flops is None else flops / ms / 1e9,
+            self,
+            flops=flops,
+            bytes=bytes_,
+            tflops=None if flops is None else flops / ms / 1e9,
             gbps=None if bytes_ is None else bytes_ / ms / 1e6,
-        )  # fmt: skip
+        )
 
     def like_times(self, other: Row) -> tuple[float, float] | None:
         """Both as graphs, or both as they are called; None if one was not timed."""
@@ -155,9 +158,10 @@ def least(rows: Iterable[Row], field: str = "device_ms") -> Row | None:
 def bad_rows(rows: Sequence[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
     return [
-        r for r in rows
+        r
+        for r in rows
         if r.status == FAILED or (r.status == ERROR and r.op != "profile" and r.is_ours)
-    ]  # fmt: skip
+    ]
 
 
 _KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
@@ -334,10 +338,14 @@ def environment() -> dict[str, str]:
     else:
         gpu, driver = f"no GPU, {platform.machine()} CPU", ""
     return dict(
-        gpu=gpu, driver=driver, torch=torch.__version__,
-        triton=triton.__version__ if HAS_TRITON else "", commit=_commit(),
-        sources=sources_hash(), tuned=tuned_table_in_use(),
-    )  # fmt: skip
+        gpu=gpu,
+        driver=driver,
+        torch=torch.__version__,
+        triton=triton.__version__ if HAS_TRITON else "",
+        commit=_commit(),
+        sources=sources_hash(),
+        tuned=tuned_table_in_use(),
+    )
 
 
 def machine(about: Mapping[str, Any]) -> str:

@@ -43,9 +43,11 @@ class Clock:
     """Seconds of a time budget, from `started` on; without a budget they never end."""
 
     def __init__(
-        self, budget: float | None, now: Callable[[], float] = time.monotonic,
+        self,
+        budget: float | None,
+        now: Callable[[], float] = time.monotonic,
         started: float | None = None,
-    ):  # fmt: skip
+    ):
         self.budget, self._now = budget, now
         self.started = now() if started is None else started
 
@@ -98,9 +100,12 @@ def limit_of(task: Task, clock: Clock) -> float:
 
 
 def run_tasks(
-    tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock,
+    tasks: Sequence[Task],
+    bench: Bench,
+    results: Results,
+    clock: Clock,
     restart: Callable[[], Any] = lambda: None,
-) -> int:  # fmt: skip
+) -> int:
     """Measure what has no row yet. Returns how many tasks the time did not allow.
 
     A task that hangs gets a row that says so, and `restart`, from another thread, has to replace
@@ -121,9 +126,13 @@ def run_tasks(
 
 
 def _run_task(
-    task: Task, wanted: set[Key], bench: Bench, results: Results, limit: float,
+    task: Task,
+    wanted: set[Key],
+    bench: Bench,
+    results: Results,
+    limit: float,
     restart: Callable[[], Any],
-) -> None:  # fmt: skip
+) -> None:
     again = {key for key in task.keys if task.renews and not results.has_given_up(key)}
     names = list(dict.fromkeys(key[1] for key in task.keys if key in wanted | again))
     bench.current = ""
@@ -200,9 +209,13 @@ def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
 
 
 def run(
-    arguments: argparse.Namespace, wanted: Wanted, words: Sequence[str], machine: Machine,
-    console: Any, started: float | None = None,
-) -> int:  # fmt: skip
+    arguments: argparse.Namespace,
+    wanted: Wanted,
+    words: Sequence[str],
+    machine: Machine,
+    console: Any,
+    started: float | None = None,
+) -> int:
     """Measure: roofs, then tasks as far as the time goes; report in any case.
 
     Args:

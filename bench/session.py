@@ -52,9 +52,16 @@ RESERVE = 8.0  # seconds for the table at the end
 SECONDS, LEAST = 540.0, 10
 MOST_LINES = 12  # of what is wrong
 PACKAGES = (
-    "numpy", "timm", "transformers", "torchvision", "flash_attn", "flash_attn_interface",
-    "xformers", "liger_kernel", "quack-kernels",
-)  # fmt: skip
+    "numpy",
+    "timm",
+    "transformers",
+    "torchvision",
+    "flash_attn",
+    "flash_attn_interface",
+    "xformers",
+    "liger_kernel",
+    "quack-kernels",
+)
 RED, YELLOW, PLAIN = "\033[31m", "\033[33m", "\033[0m"
 
 
@@ -95,28 +102,39 @@ _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
 
 STAGES = (
     Stage(
-        "smoke", 8, (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
-        "one kernel compiles, runs and is right", 40.0, needed=True,
+        "smoke",
+        8,
+        (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
+        "one kernel compiles, runs and is right",
+        40.0,
+        needed=True,
     ),
     Stage("check", 22, _ALL, "every op and a model by the 2x rule, every dtype, on all cores"),
     Stage("configs", 12, (*_ALL, "--all-configs"), "every launch config that ships, twice"),
     Stage(
-        "warm", 10,
+        "warm",
+        10,
         python("bench", "warm", "--jobs", "{jobs}", "--time-budget", "{seconds}", "--out", "{out}"),
-        "the first launches at the targets' shapes, side by side: kernels compile", fills=True,
+        "the first launches at the targets' shapes, side by side: kernels compile",
+        fills=True,
     ),
     Stage(
-        "targets", 40,
+        "targets",
+        40,
         python("bench", "targets", "--out", "{out}", "--resume", "--time-budget", "{seconds}"),
-        "the rows of the goals, alone on the machine", 40.0,
+        "the rows of the goals, alone on the machine",
+        40.0,
     ),
     Stage(
-        "tune", 6,
+        "tune",
+        6,
         python("fastvit_kernels", "tune", "--batch", "256", "--time-budget", "{seconds}"),
-        "launch configs, the costly kernels first", 30.0, again=True,
+        "launch configs, the costly kernels first",
+        30.0,
+        again=True,
         environment=(("XDG_CACHE_HOME", "{out}"),),  # a tuned table changes no row before it
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -187,11 +205,19 @@ class Stages:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], folder: Path, seconds: float, *, resume: bool = False,
-        sources: str = "", machine: str = "", caches: str = "",
+        self,
+        stages: Sequence[Stage],
+        folder: Path,
+        seconds: float,
+        *,
+        resume: bool = False,
+        sources: str = "",
+        machine: str = "",
+        caches: str = "",
         places: dict[str, Any] | None = None,
-        now: Callable[[], float] = time.monotonic, say: Callable[[str], None] | None = None,
-    ):  # fmt: skip
+        now: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] | None = None,
+    ):
         self.stages, self.folder, self.seconds = stages, folder, seconds
         self._now, self.started = now, now()
         self._key = {"machine": machine, "caches": caches}
@@ -255,9 +281,13 @@ class Stages:
         with path.open("ab") as log, path.open("rb") as reader:
             reader.seek(0, os.SEEK_END)
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables}, start_new_session=True,
-            )  # fmt: skip
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
+                start_new_session=True,
+            )
             try:
                 soft = limit - min(KILL_S, 0.2 * limit)
                 while process.poll() is None and self._now() - started < soft:
@@ -303,9 +333,12 @@ def caches_id() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seconds", type=options.within(float, LEAST, options.MOST), default=SECONDS, metavar="N",
+        "--seconds",
+        type=options.within(float, LEAST, options.MOST),
+        default=SECONDS,
+        metavar="N",
         help=f"of the whole; nothing outlives them (default {SECONDS:.0f})",
-    )  # fmt: skip
+    )
     options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="go on with what --out has")
     parser.add_argument("--dry-run", action="store_true", help="print the stages and run nothing")
@@ -390,9 +423,15 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
         if path.exists() and not arguments.resume:
             raise CommandError(f"{path} exists: --resume goes on, another --out starts anew")
     todo = Stages(
-        stages, folder, arguments.seconds - RESERVE, resume=arguments.resume,
-        sources=sources_hash(), machine=this_machine(), caches=caches_id(), places=places,
-    )  # fmt: skip
+        stages,
+        folder,
+        arguments.seconds - RESERVE,
+        resume=arguments.resume,
+        sources=sources_hash(),
+        machine=this_machine(),
+        caches=caches_id(),
+        places=places,
+    )
     todo.say(facts())
     interrupted = False
     try:
@@ -427,9 +466,12 @@ WARMED = "warm.jsonl"
 
 def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--jobs", type=options.within(int, 1, options.MOST_PROCESSES), default=4, metavar="N",
+        "--jobs",
+        type=options.within(int, 1, options.MOST_PROCESSES),
+        default=4,
+        metavar="N",
         help="processes at once",
-    )  # fmt: skip
+    )
     options.add(parser, "--time-budget", help="what still runs after these is stopped")
     done = "a folder that remembers which cases have run on this machine"
     options.add(parser, "--out", help=done)
@@ -437,9 +479,12 @@ def add_warm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_warm(
-    jobs: Sequence[Job], workers: int, budget: float, folder: Path | None = None,
+    jobs: Sequence[Job],
+    workers: int,
+    budget: float,
+    folder: Path | None = None,
     say: Callable[[str], object] = print,
-) -> int:  # fmt: skip
+) -> int:
     """Run them: 0, 3 if the time was too short for all, else 1 if one has failed.
 
     Args:

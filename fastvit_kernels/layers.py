@@ -63,6 +63,10 @@ class ViTMLP(nn.Module):
         if name is None or not (is_plain(self.fc1) and is_plain(self.fc2)):
             raise ValueError("ViTMLP: plain Linears and a known activation are wanted; see swap_in")
         return mlp(
-            hidden_states, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias,
+            hidden_states,
+            self.fc1.weight,
+            self.fc1.bias,
+            self.fc2.weight,
+            self.fc2.bias,
             activation=name,
-        )  # fmt: skip
+        )

@@ -91,8 +91,13 @@ def pytest_addoption(parser):
     fuzz.addoption("--fuzz-cases", type=int, default=300, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
     machine = parser.getgroup("machine", "tests/machine/device/test_kernels.py")
-    machine.addoption("--ptx", action="append", choices=("sm_80", "sm_90"), default=[],
-                      help="run every case, precision and config as PTX of this GPU")  # fmt: skip
+    machine.addoption(
+        "--ptx",
+        action="append",
+        choices=("sm_80", "sm_90"),
+        default=[],
+        help="run every case, precision and config as PTX of this GPU",
+    )
 
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.

@@ -58,8 +58,12 @@ def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
         late = {by_dtype[d] for d in ("fp16", "fp32") if d in by_dtype}
         early = {by_dtype[d] for d in ("bf16", "amp") if d in by_dtype}
         assert late <= {tier + 3 for tier in early}
-    compiled = {k[1]: t.tier - tiers["linear", "eager", k[2], k[4]]["bf16"]
-                for t in found for k in t.keys if k[0] == "linear" and k[3] == "bf16"}  # fmt: skip
+    compiled = {
+        k[1]: t.tier - tiers["linear", "eager", k[2], k[4]]["bf16"]
+        for t in found
+        for k in t.keys
+        if k[0] == "linear" and k[3] == "bf16"
+    }
     assert compiled["ours"] == 0 < compiled["compile"] < compiled["compile-max-autotune"]
 
 
@@ -69,7 +73,7 @@ def test_the_plan_of_whole_models():
     for op, names in {
         "vit": ("eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"),
         "profile": ("eager", "swapped"),
-    }.items():  # fmt: skip
+    }.items():
         assert {key[1] for key in keys if key[0] == op} >= set(names)
     models = {key[2] for key in keys if key[0] == "vit"}
     assert {f"timm-ViT-{m}" for m in ("Ti", "S", "B", "L", "H")} <= {
@@ -78,10 +82,18 @@ def test_the_plan_of_whole_models():
     assert models >= {
         f"timm-ViT-{case}"
         for case in (
-            "S-224-B256", "L-224-B64", "Ti-224-B512", "H-224-B32", "B-384-B64", "B-224-B32",
-            "B-224-B64", "B-224-B128", "B-224-B256", "B-224-B512",
+            "S-224-B256",
+            "L-224-B64",
+            "Ti-224-B512",
+            "H-224-B32",
+            "B-384-B64",
+            "B-224-B32",
+            "B-224-B64",
+            "B-224-B128",
+            "B-224-B256",
+            "B-224-B512",
         )
-    }  # fmt: skip
+    }
     assert {shape.partition("-")[0] for shape in models} == {"timm", "torchvision", "hf"}
     assert {key[4] for key in keys if key[0] == "vit"} == {"train", "infer"}
     few = tasks(Wanted(ops=("vit",), modes=("infer",), shapes=("ViT-B-224-B128",)), CPU)

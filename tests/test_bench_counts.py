@@ -18,11 +18,13 @@ from fastvit_kernels.runtime.dtypes import DTYPES
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
 SHAPE = Shape("odd", B=3, T=5, C=24, H=2, F=56, size=8, patch=4)
 VARIANTS = {
-    "linear": ("proj", "fc1"), "gated_mlp": ("packed", "separate", "norm"),
-    "varlen_attention": ("spread", "equal"), "rms_norm": ("", "heads", "added"),
+    "linear": ("proj", "fc1"),
+    "gated_mlp": ("packed", "separate", "norm"),
+    "varlen_attention": ("spread", "equal"),
+    "rms_norm": ("", "heads", "added"),
     "rope": ("", "interleaved", "layer_norm", "learnt"),
     "rope_attention": ("", "layer_norm", "learnt"),
-}  # fmt: skip
+}
 CASES = [(name, variant) for name in OPS for variant in VARIANTS.get(name, ("",))]
 PRODUCTS = [(name, variant) for name, variant in CASES if name not in ("layer_norm", "rms_norm")]
 
@@ -82,12 +84,16 @@ def test_flops_are_those_of_the_products(name, variant):
     ("name", "variant", "forward", "backward"),
     [
         ("layer_norm", "", 7, 13),
-        ("rms_norm", "", 4, 9), ("rms_norm", "heads", 4, 9), ("rms_norm", "added", 5, 9),
+        ("rms_norm", "", 4, 9),
+        ("rms_norm", "heads", 4, 9),
+        ("rms_norm", "added", 5, 9),
         # of q and of k
-        ("rope", "", 2 * 3, 2 * 3), ("rope", "interleaved", 2 * 3, 2 * 3),
-        ("rope", "layer_norm", 2 * 10, 2 * 16), ("rope", "learnt", 2 * 3, 2 * 7),
+        ("rope", "", 2 * 3, 2 * 3),
+        ("rope", "interleaved", 2 * 3, 2 * 3),
+        ("rope", "layer_norm", 2 * 10, 2 * 16),
+        ("rope", "learnt", 2 * 3, 2 * 7),
     ],
-)  # fmt: skip
+)
 def test_flops_of_an_element(name, variant, forward, backward):
     op, shape = OPS[name], shape_of(name, variant)
     elements = shape.B * shape.T * shape.C
@@ -116,13 +122,14 @@ MOVED = {
     "varlen_attention": ("qkv y lse", "qkv y y lse qkv"),
     "qkv_attention": ("x weight heads y lse", "x weight heads y y lse x weight"),
     "rope_attention": (
-        "x weight cos sin heads y lse", "x weight cos sin heads y y lse x weight",
+        "x weight cos sin heads y lse",
+        "x weight cos sin heads y y lse x weight",
     ),
     "rope": ("q k cos sin q k", "q k cos sin q k"),
     "rope-layer_norm": ("q k cos sin q k", "q k cos sin q k q k"),
     "rope-learnt": ("q k cos sin q k", "q k cos sin q k q k cos sin"),
     "patch_embed": ("images weight pos_embed y", "images weight pos_embed y"),
-}  # fmt: skip
+}
 
 
 def sizes(op, shape, dtype):
@@ -168,9 +175,13 @@ def test_tokens_of_whole_models():
     of."""
     tokens = {(m, n): Case("timm", m, n, 1).tokens for m in "BH" for n in (224, 384, 512)}
     assert tokens == {
-        ("B", 224): 197, ("B", 384): 577, ("B", 512): 1025,
-        ("H", 224): 257, ("H", 384): 577, ("H", 512): 1025,
-    }  # fmt: skip
+        ("B", 224): 197,
+        ("B", 384): 577,
+        ("B", 512): 1025,
+        ("H", 224): 257,
+        ("H", 384): 577,
+        ("H", 512): 1025,
+    }
     # arXiv:2010.11929, table 1, and arXiv:2106.04560, table 2
     assert VITS["L"] == (1024, 24, 16, 4096) and VITS["g"] == (1408, 40, 16, 6144)
     of_ops = {f"{s.model}-{s.size}": (s.T, s.patch) for s in vits()}
@@ -194,11 +205,14 @@ def test_flops_of_a_whole_model_by_hand(host, mode):
 @pytest.mark.parametrize(
     ("tower", "name"),
     [
-        ("EVA02-L", "eva02_large_patch14_224"), ("EVA02-B", "eva02_base_patch14_224"),
-        ("DINOv2-g", "vit_giant_patch14_dinov2"), ("DINOv3-H+", "vit_huge_plus_patch16_dinov3"),
-        ("AIMv2-L", "aimv2_large_patch14_224"), ("DINOv3-7B", "vit_7b_patch16_dinov3"),
+        ("EVA02-L", "eva02_large_patch14_224"),
+        ("EVA02-B", "eva02_base_patch14_224"),
+        ("DINOv2-g", "vit_giant_patch14_dinov2"),
+        ("DINOv3-H+", "vit_huge_plus_patch16_dinov3"),
+        ("AIMv2-L", "aimv2_large_patch14_224"),
+        ("DINOv3-7B", "vit_7b_patch16_dinov3"),
     ],
-)  # fmt: skip
+)
 def test_towers_of_gated_mlps_are_those_of_their_names(tower, name):
     timm = pytest.importorskip("timm")
     with torch.device("meta"):

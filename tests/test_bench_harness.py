@@ -225,9 +225,14 @@ def test_a_forced_route_is_taken(name):
 
 
 @pytest.mark.parametrize("name", ["attention", "qkv_attention"])
-@pytest.mark.parametrize(("B", "T", "others"), [
-    (1, 197, ["library"]), (1, 2305, ["library", "triton"]), (66, 197, ["library", "triton"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("B", "T", "others"),
+    [
+        (1, 197, ["library"]),
+        (1, 2305, ["library", "triton"]),
+        (66, 197, ["library", "triton"]),
+    ],
+)
 def test_attention_is_timed_by_the_other_routes_too(name, B, T, others):
     """Where Gluon is the default, by plain Triton too."""
     if B > 1 and not has_gluon():
@@ -361,11 +366,15 @@ def peers(longest):
 @pytest.mark.parametrize(
     ("name", "variant", "dtype"),
     [
-        ("layer_norm", "", "fp32"), ("rms_norm", "", "fp32"), ("rms_norm", "heads", "fp32"),
-        ("gated_mlp", "packed", "fp32"), ("gated_mlp", "separate", "fp32"),
-        ("attention", "", "bf16"), ("varlen_attention", "spread", "bf16"),
+        ("layer_norm", "", "fp32"),
+        ("rms_norm", "", "fp32"),
+        ("rms_norm", "heads", "fp32"),
+        ("gated_mlp", "packed", "fp32"),
+        ("gated_mlp", "separate", "fp32"),
+        ("attention", "", "bf16"),
+        ("varlen_attention", "spread", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_peers_are_asked_for_what_ours_computes(monkeypatch, name, variant, dtype):
     """On modules that stand in for theirs: arguments, layouts and eps are those of the op."""
     op, shape = OPS[name], replace(TINY, B=3, variant=variant)

@@ -40,10 +40,12 @@ def planned(**wanted):
 def test_one_model_takes_the_place_of_the_plans():
     found = planned(model="vit_mnist", batch=4, providers=("swapped", "compile"))
     assert [task.keys for task in found] == [
-        (("vit", "eager", "vit_mnist-28-B4", "amp", "train"),
-         ("vit", "swapped", "vit_mnist-28-B4", "amp", "train")),
+        (
+            ("vit", "eager", "vit_mnist-28-B4", "amp", "train"),
+            ("vit", "swapped", "vit_mnist-28-B4", "amp", "train"),
+        ),
         (("vit", "compile", "vit_mnist-28-B4", "amp", "train"),),
-    ]  # fmt: skip
+    ]
     modes = planned(model="vit_mnist", dtypes=("bf16",), modes=("train", "infer"))
     assert {key[3:] for task in modes for key in task.keys} == {
         ("bf16", "train"),
@@ -81,9 +83,15 @@ def test_mistakes(capsys, words, message):
 
 def _config(folder):
     settings = dict(
-        model_type="vit", hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, image_size=8, patch_size=4, num_channels=3,
-    )  # fmt: skip
+        model_type="vit",
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_channels=3,
+    )
     (folder / "config.json").write_text(json.dumps(settings))
     return f"hf:{folder / 'config.json'}"
 
@@ -157,8 +165,11 @@ def test_a_graph_is_held_against_a_graph(monkeypatch):
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")
     rows = bench_models.measure_vit(case, ("swapped", "swapped+graph"), work)
     assert {r.provider: r.speedup for r in rows} == {
-        "eager": 1.0, "eager+graph": 1.0, "swapped": 2.0, "swapped+graph": 2.0
-    }  # fmt: skip
+        "eager": 1.0,
+        "eager+graph": 1.0,
+        "swapped": 2.0,
+        "swapped+graph": 2.0,
+    }
 
 
 def test_what_is_compared_takes_turns(monkeypatch):
@@ -456,8 +467,10 @@ def test_a_kernel_has_the_operators_around_its_launch():
     linear = event("aten::linear", [[8, 4], [16, 4], []], step)
     product = event("aten::addmm", [[16], [8, 5], "scalar"], linear)
     assert bench_models.operators_of(product) == [
-        ("aten::addmm", {5, 8, 16}), ("aten::linear", {4, 8, 16}), ("ProfilerStep", set()),
-    ]  # fmt: skip
+        ("aten::addmm", {5, 8, 16}),
+        ("aten::linear", {4, 8, 16}),
+        ("ProfilerStep", set()),
+    ]
 
 
 def test_a_profile_is_of_a_step(monkeypatch):

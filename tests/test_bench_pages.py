@@ -32,9 +32,13 @@ def synthetic(factor: float = 1.0) -> list[Row]:
                     ms = factor * (1 + 0.1 * i) * (1 + shape.T / 4000)
                     row = measure.row_of(name, provider.name, shape, "bf16", mode)
                     row = replace(
-                        row, ms=ms, ms_p20=0.98 * ms, ms_p80=1.02 * ms, speedup=1 / (1 + 0.1 * i),
+                        row,
+                        ms=ms,
+                        ms_p20=0.98 * ms,
+                        ms_p80=1.02 * ms,
+                        speedup=1 / (1 + 0.1 * i),
                         **about,
-                    )  # fmt: skip
+                    )
                     rows.append(measure.with_rates(row, op, shape, measure.Roofs.of(rows[:2])))
     for j, model in enumerate("SBL"):
         case = Case("timm", model, 224, 128)
@@ -96,12 +100,17 @@ def test_bars_of_ops_have_the_best_of_each_side(drawn, tmp_path):
     shape = "ViT-B-B128-T197-C768-H12"
     row = Row("mlp", "eager", shape, "bf16", "fwd", ms=6.0)
     rows = [
-        row, replace(row, provider="ours", ms=3.0), replace(row, provider="ours-stored", ms=2.0),
+        row,
+        replace(row, provider="ours", ms=3.0),
+        replace(row, provider="ours-stored", ms=2.0),
         replace(row, provider="ours-triton", ms=1.0, status=FAILED),
-        replace(row, provider="liger_kernel", ms=4.0), replace(row, provider="quack", ms=5.0),
-        replace(row, provider="compile", ms=3.0), replace(row, mode="both", ms=9.0),
-        replace(row, shape=shape.replace("197", "577")), replace(row, dtype="fp32"),
-    ]  # fmt: skip
+        replace(row, provider="liger_kernel", ms=4.0),
+        replace(row, provider="quack", ms=5.0),
+        replace(row, provider="compile", ms=3.0),
+        replace(row, mode="both", ms=9.0),
+        replace(row, shape=shape.replace("197", "577")),
+        replace(row, dtype="fp32"),
+    ]
     report.draw_ops(rows, tmp_path)
     (axes,) = drawn[0].axes
     bars = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
@@ -177,15 +186,23 @@ def test_compare_names_what_was_measured_and_now_fails(tmp_path, capsys):
 def test_a_case_has_the_best_of_each_side():
     row = Row("mlp", "eager", "a", "bf16", "both", ms=4.0, graph_ms=3.0)
     best = replace(
-        row, provider="ours", ms=2.0, graph_ms=1.5, speedup=2.0, roof="copy", roof_share=0.456,
+        row,
+        provider="ours",
+        ms=2.0,
+        graph_ms=1.5,
+        speedup=2.0,
+        roof="copy",
+        roof_share=0.456,
         peak_mib=1234.4,
-    )  # fmt: skip
+    )
     rows = [
-        row, replace(row, provider="compile", ms=3.5, graph_ms=2.5),
-        replace(row, provider="quack", ms=2.2, graph_ms=None), best,
+        row,
+        replace(row, provider="compile", ms=3.5, graph_ms=2.5),
+        replace(row, provider="quack", ms=2.2, graph_ms=None),
+        best,
         replace(row, provider="ours-split", ms=1.9, graph_ms=1.6, speedup=1.9),
         replace(row, provider="ours-wrong", ms=0.1, graph_ms=0.1, status=FAILED, speedup=9.0),
-    ]  # fmt: skip
+    ]
     line = ["mlp a bf16 both", "3", "2.2 quack", "1.5 ours", "46% copy", "1,234", "2.00"]
     assert report.case_lines(rows) == [[*line, "FAILED: ours-wrong"]]
     nothing = ["mlp a bf16 both", "", "", "", "", "", "", "FAILED: ours-wrong"]
@@ -210,13 +227,15 @@ def test_tables_of_a_run():
         "| roof | 8192 | bf16 | matmul | eager | 2 ms, 100 TFLOP/s |",
         "| roof | 1 element | fp32 | graph replay | eager | error: no graph |",
         "| profile | ViT | amp | mlp | swapped | 1.25 ms |",
-        "| op | mode | ours, us |", "| ViT | fwd | 12.5 (12.1 to 13.9) |",
-    ):  # fmt: skip
+        "| op | mode | ours, us |",
+        "| ViT | fwd | 12.5 (12.1 to 13.9) |",
+    ):
         assert line in lines, line
     start = lines.index("## Cases")
     assert [line.split(" | ")[:2] for line in lines[start + 4 : start + 6]] == [
-        ["| mlp a bf16 fwd", "1"], ["| mlp b bf16 fwd", ""]
-    ]  # fmt: skip
+        ["| mlp a bf16 fwd", "1"],
+        ["| mlp b bf16 fwd", ""],
+    ]
     assert "\n- said\n" in report.summary(rows, ["said"])
 
 
@@ -238,8 +257,15 @@ def heights(axes):
 
 def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     row = Row(
-        "vit", "eager", "a", "amp", "train", ms=2.0, peak_mib=2048.0, kept_mib=1024.0,
-    )  # fmt: skip
+        "vit",
+        "eager",
+        "a",
+        "amp",
+        "train",
+        ms=2.0,
+        peak_mib=2048.0,
+        kept_mib=1024.0,
+    )
     rows = [row, replace(row, mode="infer", peak_mib=9.0)]
     report.draw_vit(rows, tmp_path)
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
@@ -250,9 +276,13 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
 def test_a_profile_has_the_stages_of_each_provider(drawn, tmp_path):
     rows = [
         Row("profile", provider, "a", "amp", stage, ms=ms)
-        for provider, stage, ms in (("eager", "mlp", 2.0), ("swapped", "mlp", 1.0),
-                                    ("eager", "other", 4.0), ("swapped", "other", 3.0))
-    ]  # fmt: skip
+        for provider, stage, ms in (
+            ("eager", "mlp", 2.0),
+            ("swapped", "mlp", 1.0),
+            ("eager", "other", 4.0),
+            ("swapped", "other", 3.0),
+        )
+    ]
     report.draw_profile([*rows, Row("profile", "eager", "a", "amp", "qkv", status=ERROR)], tmp_path)
     (axes,) = drawn[0].axes
     bars = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
@@ -268,12 +298,18 @@ def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
         return Row("attention", provider, shape, "bf16", "fwd", T=T, ms=ms, **fields)
 
     rows = [
-        row("ours", 197, 2.0, graph_ms=1.0), row("ours-split", 197, 1.0, status=FAILED),
-        row("sdpa-flash", 197, 3.0, graph_ms=2.0, status=FAILED), row("sdpa-math", 197, 0.1),
-        row("sdpa-cudnn-unpacked", 197, 9.0, graph_ms=1.5), row("eager", 197, 0.1),
-        row("ours", 577, 1.0), row("sdpa-flash", 577, 0.5),
-        row("ours", 197, 1.0, C=384), row("sdpa-flash", 197, 3.0, C=384), row("ours", 50, 1.0),
-    ]  # fmt: skip
+        row("ours", 197, 2.0, graph_ms=1.0),
+        row("ours-split", 197, 1.0, status=FAILED),
+        row("sdpa-flash", 197, 3.0, graph_ms=2.0, status=FAILED),
+        row("sdpa-math", 197, 0.1),
+        row("sdpa-cudnn-unpacked", 197, 9.0, graph_ms=1.5),
+        row("eager", 197, 0.1),
+        row("ours", 577, 1.0),
+        row("sdpa-flash", 577, 0.5),
+        row("ours", 197, 1.0, C=384),
+        row("sdpa-flash", 197, 3.0, C=384),
+        row("ours", 50, 1.0),
+    ]
     assert report.over_best_sdpa(rows, "fwd") == {64: {197: 1.5, 577: 0.5}, 32: {197: 3.0}}
     report.draw_attention(rows, tmp_path)
     forward, backward = drawn[0].axes

@@ -33,9 +33,18 @@ from tests.check import results_cache
 def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
     row = Row(
-        "mlp", "ours", "a,b", "bf16", "both", note='says "no", twice', T=3, ms=1.25, speedup=None,
-        samples=7, bytes=123456.0,
-    )  # fmt: skip
+        "mlp",
+        "ours",
+        "a,b",
+        "bf16",
+        "both",
+        note='says "no", twice',
+        T=3,
+        ms=1.25,
+        speedup=None,
+        samples=7,
+        bytes=123456.0,
+    )
     results.append(row)
     results.append(replace(row, provider="eager"))
     results.close()
@@ -265,8 +274,9 @@ def test_ours_of_other_sources_is_measured_again_and_peers_are_not(monkeypatch, 
     run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
     assert calls == [("a", ("ours",))]
     assert {r.provider: r.sources == "mended" for r in read_rows(tmp_path)} == {
-        "eager": False, "ours": True
-    }  # fmt: skip
+        "eager": False,
+        "ours": True,
+    }
 
 
 @pytest.mark.parametrize("field", ["gpu", "driver", "torch", "triton"], ids="its {}".format)

@@ -114,18 +114,22 @@ def test_a_stage_is_told_less_than_it_has(tmp_path):
 def test_what_a_stage_prints_and_how_it_ends_is_on_disk(tmp_path):
     said = []
     found = [
-        stage("good", "print('one')"), stage("wrong", "import sys; sys.exit(1)"),
+        stage("good", "print('one')"),
+        stage("wrong", "import sys; sys.exit(1)"),
         stage("cut", "import sys; sys.exit(3)"),
         stage("dies", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
         stage("last", "print('two')"),
-    ]  # fmt: skip
+    ]
     work = run_of(tmp_path, *found, say=said.append)
     assert work.run()
     states = {e["stage"]: (e["state"], e["status"]) for e in events(tmp_path)}
     assert states == {
-        "good": (DONE, 0), "wrong": (DONE, 1), "cut": (UNFINISHED, 3), "last": (DONE, 0),
+        "good": (DONE, 0),
+        "wrong": (DONE, 1),
+        "cut": (UNFINISHED, 3),
+        "last": (DONE, 0),
         "dies": (UNFINISHED, -signal.SIGSEGV),
-    }  # fmt: skip
+    }
     assert [e.stage for e in work.endings if e.failed] == ["wrong", "dies"]
     log = (tmp_path / "out" / LOG).read_text()
     assert log.index("== good") < log.index("one") < log.index("two")
@@ -197,9 +201,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupt_ends_the_stage_and_leaves_a_line(tmp_path, number):
-    program = PROGRAM.format(
-        code=POLITE.format(folder=str(tmp_path)), out=str(tmp_path / "out")
-    )  # fmt: skip
+    program = PROGRAM.format(code=POLITE.format(folder=str(tmp_path)), out=str(tmp_path / "out"))
     process = subprocess.Popen(
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -223,10 +225,12 @@ def test_resume_leaves_out_what_is_done_by_the_same_sources(tmp_path):
     count.write_text("")
     head = f"import sys; open({str(count)!r}, 'a').write('{{}} '); sys.exit({{}})"
     found = [
-        stage("done", head.format("done", 0)), stage("wrong", head.format("wrong", 1)),
-        stage("cut", head.format("cut", 3)), stage("smoke", head.format("smoke", 1)),
+        stage("done", head.format("done", 0)),
+        stage("wrong", head.format("wrong", 1)),
+        stage("cut", head.format("cut", 3)),
+        stage("smoke", head.format("smoke", 1)),
         stage("again", head.format("again", 0), again=True),
-    ]  # fmt: skip
+    ]
     run_of(tmp_path, *found, sources="a").run()
     with (tmp_path / "out" / EVENTS).open("a") as file:
         file.write('{"stage": "torn')
@@ -317,15 +321,20 @@ def test_what_had_no_time_is_not_wrong(tmp_path):
     """A first run that finds nothing wrong must not end in red, nor hide a crash in yellow."""
     run = run_of(tmp_path)
     run.endings = [
-        Ending("facts", DONE, 1.0, 0), Ending("check", DONE, 1.0, 1),
-        Ending("warm", UNFINISHED, 1.0, CUT_SHORT), Ending("targets", KILLED, 1.0, -9),
-        Ending("dies", UNFINISHED, 1.0, -11), Ending("tune", ABSENT, 0.0, None),
-    ]  # fmt: skip
+        Ending("facts", DONE, 1.0, 0),
+        Ending("check", DONE, 1.0, 1),
+        Ending("warm", UNFINISHED, 1.0, CUT_SHORT),
+        Ending("targets", KILLED, 1.0, -9),
+        Ending("dies", UNFINISHED, 1.0, -11),
+        Ending("tune", ABSENT, 0.0, None),
+    ]
     found, unfinished, _ = session.report(tmp_path, run)
     assert found == ["stage check: exit status 1", "stage dies: exit status -11"]
     assert [line.split(" after")[0] for line in unfinished] == [
-        "stage warm: unfinished", "stage targets: killed", "stage tune: no time",
-    ]  # fmt: skip
+        "stage warm: unfinished",
+        "stage targets: killed",
+        "stage tune: no time",
+    ]
 
 
 def test_a_first_run_without_faults_ends_well(tmp_path, capsys):
@@ -483,9 +492,12 @@ def test_a_worker_ends_where_the_device_is_lost_and_another_goes_on(tmp_path):
     path.write_text(SUITE.format(conftest=str(ROOT / "tests" / "conftest.py")))
     words = ["-q", "-p", "no:cacheprovider", "-n", "1", "--rootdir", str(tmp_path), str(path)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-m", "pytest", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert "1 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "crashed while running 'test_suite.py::test_leaves_the_context_lost'" in done.stdout
 

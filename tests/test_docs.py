@@ -120,9 +120,10 @@ def test_pages_count_the_models_of_the_coverage_table():
     for name, *numbers in re.findall(r"^\| (t[^|]+) " + r"\| (\d+) " * 4, page, re.MULTILINE):
         host, patterns = name.partition(":")[0], SPAN.findall(name) or ["*"]
         mine = [
-            row for row in left
+            row
+            for row in left
             if row["host"] == host and any(fnmatch.fnmatch(row["model"], p) for p in patterns)
-        ]  # fmt: skip
+        ]
         left = [row for row in left if row not in mine]
         levels = Counter(row["level"] for row in mine)
         found = [levels[level] for level in ("block", "parts", "none", "not built")]

@@ -13,9 +13,17 @@ import fastvit_kernels
 
 PACKAGE = Path(fastvit_kernels.__file__).parent
 OPTIONAL = {
-    "PIL", "kernels", "matplotlib", "numpy", "rich", "safetensors", "sklearn", "timm",
-    "torchvision", "transformers",
-}  # fmt: skip
+    "PIL",
+    "kernels",
+    "matplotlib",
+    "numpy",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "timm",
+    "torchvision",
+    "transformers",
+}
 EAGER = {"timm_layers.py"}  # classes of timm's, for those who have it
 
 
@@ -99,8 +107,12 @@ def test_importing_the_package_loads_no_kernel():
 
 def test_type_checkers_see_the_names_that_there_are():
     tree = ast.parse(Path(fastvit_kernels.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and not node.orelse
-                if ast.unparse(node.test) == "TYPE_CHECKING")  # fmt: skip
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and not node.orelse
+        if ast.unparse(node.test) == "TYPE_CHECKING"
+    )
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
     assert seen == fastvit_kernels._HOME_OF
     assert set(dir(fastvit_kernels)) >= seen.keys() == set(fastvit_kernels.__all__)

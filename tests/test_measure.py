@@ -54,9 +54,18 @@ def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):
 
     replay = gpu.timer.capture(Step(prepare, run))
     assert gpu.calls == [
-        "streams meet", "side stream", "forward", "run on it", "run on it",
-        "capture in the pool", "run on it", "end", "end", "wait", "streams meet",
-    ]  # fmt: skip
+        "streams meet",
+        "side stream",
+        "forward",
+        "run on it",
+        "run on it",
+        "capture in the pool",
+        "run on it",
+        "end",
+        "end",
+        "wait",
+        "streams meet",
+    ]
     gpu.calls.clear()
     replay()
     assert gpu.calls == ["replay"]

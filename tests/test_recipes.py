@@ -26,9 +26,13 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 def _lines(recipe, folder):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(recipe)], cwd=folder, capture_output=True, text=True,
-        timeout=900, env={**env, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", RUN, str(recipe)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**env, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -16,16 +16,29 @@ from tests.check.isolated import python
 DRIVER = Path(__file__).parent / "support" / "rehearsed.py"
 STAGES = (
     Stage(
-        "smoke", 1, python("tests.check", "--only", "layer_norm_and", "--dtype", "fp32"), "",
+        "smoke",
+        1,
+        python("tests.check", "--only", "layer_norm_and", "--dtype", "fp32"),
+        "",
         needed=True,
     ),
     Stage(
-        "targets", 1,
-        (sys.executable, str(DRIVER), "targets", "--out", "{out}", "--resume", "--time-budget",
-         "{seconds}"), "",
+        "targets",
+        1,
+        (
+            sys.executable,
+            str(DRIVER),
+            "targets",
+            "--out",
+            "{out}",
+            "--resume",
+            "--time-budget",
+            "{seconds}",
+        ),
+        "",
     ),
     Stage("tune", 1e-6, ("none",), "", least=1e5),
-)  # fmt: skip
+)
 
 
 def test_a_first_contact_survives_what_goes_wrong(monkeypatch, tmp_path, capsys):
@@ -42,9 +55,13 @@ def test_a_first_contact_survives_what_goes_wrong(monkeypatch, tmp_path, capsys)
     assert (tmp_path / "tried").read_text().split() == ["raises", "hangs", "loses"]  # once each
     rows = {(r.shape[0], r.provider): r for r in read_rows(out) if r.op == "layer_norm"}
     assert {key: row.status for key, row in rows.items()} == {
-        ("a", "eager"): OK, ("a", "ours-raises"): ERROR, ("b", "eager"): OK,
-        ("b", "hangs"): TIMEOUT, ("c", "eager"): OK, ("c", "loses"): ERROR,
-    }  # fmt: skip
+        ("a", "eager"): OK,
+        ("a", "ours-raises"): ERROR,
+        ("b", "eager"): OK,
+        ("b", "hangs"): TIMEOUT,
+        ("c", "eager"): OK,
+        ("c", "loses"): ERROR,
+    }
     assert rows["a", "ours-raises"].note == "RuntimeError: no kernel image"
     assert rows["b", "hangs"].note.startswith("hung")
     assert rows["c", "loses"].note.startswith(LOST)

@@ -35,11 +35,15 @@ def attention(provider, T, ms, **fields):
 def test_the_worst_case_decides_against_the_fastest_peer():
     claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [
-        attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0),
-        attention("ours", 257, 1.0), attention("sdpa-flash", 257, 1.9),
-        attention("sdpa-cudnn", 257, 1.2), attention("eager", 257, 0.1),
-        attention("ours", 577, 9.0), attention("sdpa-flash", 577, 1.0),
-    ]  # fmt: skip
+        attention("ours", 197, 1.0),
+        attention("sdpa-flash", 197, 2.0),
+        attention("ours", 257, 1.0),
+        attention("sdpa-flash", 257, 1.9),
+        attention("sdpa-cudnn", 257, 1.2),
+        attention("eager", 257, 0.1),
+        attention("ours", 577, 9.0),
+        attention("sdpa-flash", 577, 1.0),
+    ]
     found = verdict(claim, rows)
     assert (found.shape, found.ratio) == ("sweep-T-B1-T257-C768-H12", 1.2)
     assert found.word == "MISSED" and found.peer.provider == "sdpa-cudnn"
@@ -234,9 +238,11 @@ def test_first_launches_touch_what_is_compiled():
         return Provider(name, lambda: run, **options)
 
     found = [
-        provider("eager"), provider("ours", ours=True), provider("compile", compiled=True),
+        provider("eager"),
+        provider("ours", ours=True),
+        provider("compile", compiled=True),
         provider("compile-max-autotune", compiled=True),
-    ]  # fmt: skip
+    ]
     shape = Shape("tiny", B=1, T=5, C=16, H=2, F=32)
     op = with_providers(OPS["layer_norm"], lambda *_: found)
     plan.op_target(op, shape, ("fwd",), compiles=True).touch(torch.device("cpu"))
@@ -263,9 +269,10 @@ def test_both_layouts_of_sdpa_are_peers():
     """On packed qkv its backward also stacks dq, dk and dv; the faster of both counts."""
     claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [
-        attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0),
+        attention("ours", 197, 1.0),
+        attention("sdpa-flash", 197, 2.0),
         attention("sdpa-flash-unpacked", 197, 1.5),
-    ]  # fmt: skip
+    ]
     assert verdict(claim, rows).peer.provider == "sdpa-flash-unpacked"
 
 

@@ -38,9 +38,13 @@ def build():
     size = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2)
     vision = dict(image_size=8, patch_size=2, num_channels=1, **size)
     text = dict(
-        vocab_size=len(VOCABULARY), max_position_embeddings=LENGTH, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **{**size, "num_hidden_layers": 2},
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        max_position_embeddings=LENGTH,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{**size, "num_hidden_layers": 2},
+    )
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
     model = CLIPModel(config).to(DEVICE)
     fk.swap_in(model)  # <- ours: both towers

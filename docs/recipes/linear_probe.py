@@ -23,9 +23,16 @@ EPOCHS = 12
 def backbone():
     torch.manual_seed(0)
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=3,
-        num_heads=2, global_pool="avg", num_classes=7,
-    ).to(DEVICE)  # fmt: skip
+        "vit_tiny_patch16_224",
+        img_size=8,
+        patch_size=2,
+        in_chans=1,
+        embed_dim=64,
+        depth=3,
+        num_heads=2,
+        global_pool="avg",
+        num_classes=7,
+    ).to(DEVICE)
     fk.swap_in(model)  # <- ours: without gradients, a narrow MLP is one kernel
     return model
 

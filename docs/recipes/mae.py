@@ -20,9 +20,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOLDER = Path("runs/mae")
 NAME = "vit_tiny_patch16_224"
 SIZES = dict(
-    img_size=8, patch_size=2, in_chans=1, embed_dim=64, depth=3, num_heads=2, global_pool="avg",
+    img_size=8,
+    patch_size=2,
+    in_chans=1,
+    embed_dim=64,
+    depth=3,
+    num_heads=2,
+    global_pool="avg",
     fc_norm=False,
-)  # fmt: skip
+)
 PATCHES, SEEN = 16, 6
 
 
@@ -101,10 +107,14 @@ def main():
             model.load_state_dict(mae.encoder.state_dict(), strict=False)  # all but the head
         fk.swap_in(model)  # <- ours
         model = train(
-            kind, model, few,
+            kind,
+            model,
+            few,
             lambda model, part: F.cross_entropy(model(images[part]).float(), labels[part]),
-            25, 3e-3, 50,
-        )  # fmt: skip
+            25,
+            3e-3,
+            50,
+        )
         with torch.no_grad():
             right = model(images[-500:]).argmax(1) == labels[-500:]
         results[kind] = right.float().mean().item()

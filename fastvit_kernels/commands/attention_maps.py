@@ -28,14 +28,21 @@ from .training.records import Records
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that pillow reads")
     parser.add_argument(
-        "--weights", type=Path, required=True, metavar="FILE",
+        "--weights",
+        type=Path,
+        required=True,
+        metavar="FILE",
         help="checkpoint.pt or weights.pth of `train`, or weights of --model",
-    )  # fmt: skip
+    )
     options.add(parser, "--model", help=f"{options.NAMES} (not needed with what `train` wrote)")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", type=_option,
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        type=_option,
         help="an argument for --model by its library's own name, such as num_classes=21843",
-    )  # fmt: skip
+    )
     options.add(parser, "--out", help="where the PNGs go", default=Path("attention-maps"))
 
 

@@ -82,9 +82,11 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--dtype", help="one dtype (default: each that runs)")
     options.add(parser, "--device", "--json")
     parser.add_argument(
-        "--jobs", type=options.within(int, 0, options.MOST_PROCESSES), metavar="N",
+        "--jobs",
+        type=options.within(int, 0, options.MOST_PROCESSES),
+        metavar="N",
         help=f"processes; 0: this one alone (default 0, on a GPU up to {MOST_JOBS})",
-    )  # fmt: skip
+    )
 
 
 def selected(arguments: argparse.Namespace) -> tuple[torch.device, list[str], int]:
@@ -107,9 +109,13 @@ def summary(
 ) -> dict[str, Any]:
     """The line that ends --json."""
     return {
-        "passed": passed, "cases": cases, "failed": failed, "device": where(device),
-        "interpreted": INTERPRETED, "versions": versions(),
-    }  # fmt: skip
+        "passed": passed,
+        "cases": cases,
+        "failed": failed,
+        "device": where(device),
+        "interpreted": INTERPRETED,
+        "versions": versions(),
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-autotune", action="store_true", help="its mode max-autotune beside both; minutes")
     add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
     add(
-        "--sweep-tokens", type=sweep.tokens, metavar="T,T,...",
+        "--sweep-tokens",
+        type=sweep.tokens,
+        metavar="T,T,...",
         help="time attention at these lengths, such as 197,257,577,1025,2305, and no model",
-    )  # fmt: skip
+    )
     options.add(parser, "--time-budget", help="for the turns of all ways", default=10.0)
     options.add(parser, "--out", help="write a CSV and a picture there")
 
@@ -75,10 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
         modes = [None] + ["default"] * arguments.compile + ["max-autotune"] * arguments.max_autotune
         with refusing(f"{arguments.model} does not run", torch.OutOfMemoryError):
             found = compare(
-                model, images, ways=[way for way, mode in WAYS.items() if mode in modes],
+                model,
+                images,
+                ways=[way for way, mode in WAYS.items() if mode in modes],
                 autocast=None if dtype == "fp32" else DTYPES[dtype],
-                seconds=seconds, name=arguments.model,
-            )  # fmt: skip
+                seconds=seconds,
+                name=arguments.model,
+            )
     print(found)
     if arguments.out is not None:
         with refusing(f"--out {arguments.out} cannot be written", OSError):

@@ -26,18 +26,24 @@ from .models import fused_model, input_shape, run_step
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arch", nargs="+", choices=list(TARGETS), metavar="ARCH",
+        "--arch",
+        nargs="+",
+        choices=list(TARGETS),
+        metavar="ARCH",
         help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",
-    )  # fmt: skip
+    )
     options.add(parser, "--model", default=options.MODEL)
     options.add(parser, "--batch", default=256)
     options.add(parser, "--dtype", default="bf16")
     options.add(parser, "--img-size", "--json")
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     parser.add_argument(
-        "--jobs", type=options.positive(int, options.MOST_PROCESSES), metavar="N", default=1,
+        "--jobs",
+        type=options.positive(int, options.MOST_PROCESSES),
+        metavar="N",
+        default=1,
         help="processes that compile (default 1)",
-    )  # fmt: skip
+    )
 
 
 def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Callable[[], None]:

@@ -63,7 +63,8 @@ def _device(text: str) -> str:
 FLAGS: dict[str, dict[str, Any]] = {
     "--model": dict(metavar="NAME", help=NAMES),
     "--img-size": dict(
-        type=positive(int, MOST_PIXELS), metavar="PIXELS",
+        type=positive(int, MOST_PIXELS),
+        metavar="PIXELS",
         help="side of the square images (default: the model's)",
     ),
     "--batch": dict(type=positive(int), metavar="IMAGES", help="images a step"),
@@ -72,7 +73,9 @@ FLAGS: dict[str, dict[str, Any]] = {
         dest="train", action="store_true", default=True, help="forward, loss and backward (default)"
     ),
     "--infer": dict(
-        dest="train", action="store_false", default=argparse.SUPPRESS,
+        dest="train",
+        action="store_false",
+        default=argparse.SUPPRESS,
         help="the forward alone, without gradients",
     ),
     "--device": dict(
@@ -82,7 +85,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--json": dict(action="store_true", help="print JSON and nothing else"),
     "--out": dict(type=Path, metavar="DIR"),
     "--time-budget": dict(type=positive(float), metavar="SECONDS"),
-}  # fmt: skip
+}
 
 
 def add(parser: Any, *flags: str, **changes: Any) -> None:

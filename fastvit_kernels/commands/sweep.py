@@ -29,9 +29,11 @@ from . import options
 H, D = 12, 64  # of ViT-B
 OURS, MODES = "ours", ("forward", "backward")
 SDPA = {
-    "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH,
-}  # fmt: skip
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,11 @@ class Sweep(Comparison):
 
     base, file = "the best SDPA", "sweep"
     columns: ClassVar = {
-        "ours, ms": ("ours_ms", ".3g"), "best SDPA": ("sdpa", ""), "ms": ("sdpa_ms", ".3g"),
+        "ours, ms": ("ours_ms", ".3g"),
+        "best SDPA": ("sdpa", ""),
+        "ms": ("sdpa_ms", ".3g"),
         "speed-up": ("speedup", ".3g"),
-    }  # fmt: skip
+    }
 
     def draw(self, axes: Any) -> None:
         for mode in MODES:

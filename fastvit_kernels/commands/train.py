@@ -32,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_reading(parser)
     add_flags(parser, {f.name for f in fields(Settings)} - READ)
     add(
-        "--check", action=argparse.BooleanOptionalAction, default=True,
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="first compare our kernels with PyTorch on one batch (default on)",
-    )  # fmt: skip
+    )
     options.add(parser, "--out", help="run folder (default runs/<data>, or runs/<data>-2, ...)")
     add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
     add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")

@@ -182,9 +182,13 @@ def run(arguments: argparse.Namespace) -> int:
         return (show if arguments.show else clear)(gpu(device))
     options.require_kernels(device)
     step = model_step(
-        arguments.model, arguments.batch, arguments.dtype, train=arguments.train, device=device,
+        arguments.model,
+        arguments.batch,
+        arguments.dtype,
+        train=arguments.train,
+        device=device,
         img_size=arguments.img_size,
-    )  # fmt: skip
+    )
     try:
         with term_interrupts():  # a terminated process would blame the config that it tried
             status = run_tuning(step, device, seconds=arguments.time_budget or float("inf"))

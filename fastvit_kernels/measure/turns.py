@@ -55,9 +55,13 @@ def attempt(contender: Contender, timer: Timer) -> Iterator[None]:
 
 
 def take_turns(
-    contenders: Sequence[Contender], timer: Timer, *, flush: bool, rounds: int = ROUNDS,
+    contenders: Sequence[Contender],
+    timer: Timer,
+    *,
+    flush: bool,
+    rounds: int = ROUNDS,
     at_work: Callable[[str], Any] = lambda name: None,
-) -> None:  # fmt: skip
+) -> None:
     """Time everybody; one that raises has its outcome and no further turn.
 
     Args:

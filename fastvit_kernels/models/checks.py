@@ -106,19 +106,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "checkpoint_path": ("", _LOAD),
     "cache_dir": (None, _LOAD),
     "features_only": (
-        False, f"forward_features(images) gives the last tokens; for those of other blocks {_SWAP}"
+        False,
+        f"forward_features(images) gives the last tokens; for those of other blocks {_SWAP}",
     ),
     "out_indices": (None, _SWAP),
     "scriptable": (False, "torch.export and torch.compile take the model as it is"),
     "dynamic_img_pad": (
-        False, "pad the images to whole patches; dynamic_img_size=True takes any number of them"
+        False,
+        "pad the images to whole patches; dynamic_img_size=True takes any number of them",
     ),
     "strict_img_size": (True, "dynamic_img_size=True takes images of any size"),
     "scale_attn_norm": (False, _SWAP),
     "embed_layer": (None, f"conv_stem_configs puts convolutions before the patches; else {_SWAP}"),
     "block_fn": (None, _SWAP),
     "attn_layer": (None, f"qk_norm, attn_head_dim and rope_type vary the attention; else {_SWAP}"),
-}  # fmt: skip
+}
 _HOLDS = ("exportable", "no_jit")  # of every model of ours
 
 

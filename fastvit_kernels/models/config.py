@@ -167,11 +167,14 @@ class ViTConfig(_Checked):
         """The arguments of block i: those of the same names, and the others."""
         names = {f.name for f in fields(BlockConfig)} & {f.name for f in fields(self)}
         return {name: getattr(self, name) for name in names} | dict(
-            dim=self.embed_dim, proj_drop=self.proj_drop_rate, attn_drop=self.attn_drop_rate,
-            rotate_half=self.rope_rotate_half, num_prefix_tokens=self.num_prefix_tokens,
+            dim=self.embed_dim,
+            proj_drop=self.proj_drop_rate,
+            attn_drop=self.attn_drop_rate,
+            rotate_half=self.rope_rotate_half,
+            num_prefix_tokens=self.num_prefix_tokens,
             drop_path=self.drop_path_rate * i / max(self.depth - 1, 1),
             drop_path_mode=self.drop_path,
-        )  # fmt: skip
+        )
 
 
 def configured_by(

@@ -22,9 +22,15 @@ class _GatedMlp(nn.Module):
     fc2: nn.Linear
 
     def __init__(
-        self, layers: dict[str, int], in_features: int, width: int, act_layer: str,
-        norm_layer: NormLayer | None, bias: bool, drop: float,
-    ):  # fmt: skip
+        self,
+        layers: dict[str, int],
+        in_features: int,
+        width: int,
+        act_layer: str,
+        norm_layer: NormLayer | None,
+        bias: bool,
+        drop: float,
+    ):
         super().__init__()
         if norm_layer is not None and not callable(norm_layer):
             op = type(self).__name__
@@ -57,9 +63,16 @@ class _GatedMlp(nn.Module):
         if gate is not None:
             given |= dict(gate_weight=gate.weight, gate_bias=gate.bias)
         return gated_mlp(
-            x, first.weight, first.bias, self.fc2.weight, self.fc2.bias,
-            activation=self.act_layer, recompute=self.recompute, **given, **epilogue,
-        )  # fmt: skip
+            x,
+            first.weight,
+            first.bias,
+            self.fc2.weight,
+            self.fc2.bias,
+            activation=self.act_layer,
+            recompute=self.recompute,
+            **given,
+            **epilogue,
+        )
 
     def _called(self, gate: Tensor, value: Tensor, **epilogue: Any) -> Tensor:
         """The rest of the MLP, layer by layer."""
@@ -78,10 +91,15 @@ class GluMlp(_GatedMlp):
 
     @checked
     def __init__(
-        self, in_features: Count, hidden_features: Count, act_layer: Activation = "silu",
-        norm_layer: NormLayer | None = None, bias: Flag = True, drop: Rate = 0.0,
+        self,
+        in_features: Count,
+        hidden_features: Count,
+        act_layer: Activation = "silu",
+        norm_layer: NormLayer | None = None,
+        bias: Flag = True,
+        drop: Rate = 0.0,
         gate_last: Flag = True,
-    ):  # fmt: skip
+    ):
         width = hidden_features // 2
         if hidden_features != 2 * width:
             raise ValueError(
@@ -116,10 +134,15 @@ class SwiGLU(_GatedMlp):
 
     @checked
     def __init__(
-        self, in_features: Count, hidden_features: Count, act_layer: Activation = "silu",
-        norm_layer: NormLayer | None = None, bias: Flag = True, drop: Rate = 0.0,
+        self,
+        in_features: Count,
+        hidden_features: Count,
+        act_layer: Activation = "silu",
+        norm_layer: NormLayer | None = None,
+        bias: Flag = True,
+        drop: Rate = 0.0,
         align_to: Number = 0,
-    ):  # fmt: skip
+    ):
         width = hidden_features + (-hidden_features % align_to if align_to else 0)
         layers = {"fc1_g": width, "fc1_x": width}
         super().__init__(layers, in_features, width, act_layer, norm_layer, bias, drop)

@@ -28,9 +28,16 @@ from .vit import Block, VisionTransformer
 
 # What a block may consist of, besides plain Linears, that runs several lengths as one sequence.
 _PACKS = {
-    Block, Attention, LayerScale, DropPath, LayerNorm, RmsNorm, *MLP_LAYERS.values(), nn.Dropout,
+    Block,
+    Attention,
+    LayerScale,
+    DropPath,
+    LayerNorm,
+    RmsNorm,
+    *MLP_LAYERS.values(),
+    nn.Dropout,
     nn.Identity,
-}  # fmt: skip
+}
 
 
 def why_apart(block: Any) -> str | None:
@@ -57,9 +64,14 @@ class MaskedDecoder(nn.Module):
 
     @checked
     def __init__(
-        self, encoder: Any, out_dim: Count, embed_dim: Count = 512, depth: Count = 8,
-        num_heads: Count = 16, **block: Any,
-    ):  # fmt: skip
+        self,
+        encoder: Any,
+        out_dim: Count,
+        embed_dim: Count = 512,
+        depth: Count = 8,
+        num_heads: Count = 16,
+        **block: Any,
+    ):
         super().__init__()
         if not isinstance(encoder, VisionTransformer):
             raise TypeError(

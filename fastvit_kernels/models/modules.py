@@ -81,12 +81,18 @@ class PatchEmbed(nn.Module):
 
     @checked
     def __init__(
-        self, img_size: Size = 224, patch_size: Size = 16, in_chans: Count = 3,
-        embed_dim: Count = 768, bias: Flag = True,
+        self,
+        img_size: Size = 224,
+        patch_size: Size = 16,
+        in_chans: Count = 3,
+        embed_dim: Count = 768,
+        bias: Flag = True,
         conv_stem_configs: Sequence[Sequence[Any]] | None = None,
-        norm_layer: NormLayer | None = None, strict_img_size: Flag = True,
-        mean: Sequence[float] | None = None, std: Sequence[float] | None = None,
-    ):  # fmt: skip
+        norm_layer: NormLayer | None = None,
+        strict_img_size: Flag = True,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+    ):
         super().__init__()
         self.img_size = _pair("img_size", img_size)
         self.patch_size = _pair("patch_size", patch_size)
@@ -226,11 +232,20 @@ class Attention(nn.Module):
 
     @checked
     def __init__(
-        self, dim: Count, num_heads: Count = 8, attn_head_dim: Count | None = None,
-        qkv_bias: Flag = False, proj_bias: Flag = True, attn_drop: Dropout = 0.0,
-        proj_drop: Rate = 0.0, qk_norm: Flag = False, norm_layer: NormLayer = LayerNorm,
-        key_bias: Flag = True, rotate_half: Flag = False, num_prefix_tokens: Number = 0,
-    ):  # fmt: skip
+        self,
+        dim: Count,
+        num_heads: Count = 8,
+        attn_head_dim: Count | None = None,
+        qkv_bias: Flag = False,
+        proj_bias: Flag = True,
+        attn_drop: Dropout = 0.0,
+        proj_drop: Rate = 0.0,
+        qk_norm: Flag = False,
+        norm_layer: NormLayer = LayerNorm,
+        key_bias: Flag = True,
+        rotate_half: Flag = False,
+        num_prefix_tokens: Number = 0,
+    ):
         super().__init__()
         if attn_head_dim is None and dim % num_heads:
             raise ValueError(f"Attention: dim {dim} must be a multiple of num_heads {num_heads}")
@@ -293,9 +308,16 @@ class Attention(nn.Module):
         else:
             (cos, sin), prefix_tokens = rope, self.num_prefix_tokens
         return rope_attention(
-            x, weight, bias, cos=cos, sin=sin, interleaved=not self.rotate_half,
-            prefix_tokens=prefix_tokens, **shared, **norms,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            cos=cos,
+            sin=sin,
+            interleaved=not self.rotate_half,
+            prefix_tokens=prefix_tokens,
+            **shared,
+            **norms,
+        )
 
     def _attend_packed(self, x: Tensor, packing: Crops) -> Tensor:
         """(total, C) -> (total, H, D), within each sequence; qkv is plain, its norms are ours."""
@@ -306,26 +328,42 @@ class Attention(nn.Module):
         norms, bias = _head_norms(self.q_norm, self.k_norm), self._bias_apart()
         assert norms is not None
         return rope_attention(
-            x.unsqueeze(0), self.qkv.weight, self.qkv.bias if bias is None else bias, cos=cos,
-            sin=sin, num_heads=self.num_heads, interleaved=not self.rotate_half,
-            prefix_tokens=len(x) - cos.shape[-2], cu_seqlens=packing.cu_seqlens,
-            dropout_p=rate_of(self.attn_drop) if self.training else 0.0, max_seqlen=packing.longest,
+            x.unsqueeze(0),
+            self.qkv.weight,
+            self.qkv.bias if bias is None else bias,
+            cos=cos,
+            sin=sin,
+            num_heads=self.num_heads,
+            interleaved=not self.rotate_half,
+            prefix_tokens=len(x) - cos.shape[-2],
+            cu_seqlens=packing.cu_seqlens,
+            dropout_p=rate_of(self.attn_drop) if self.training else 0.0,
+            max_seqlen=packing.longest,
             **norms,
-        ).squeeze(0)  # fmt: skip
+        ).squeeze(0)
 
     def forward(
-        self, x: Tensor, residual=None, layer_scale=None, row_scale=None,
-        rope: Tables | None = None, packing: Crops | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        residual=None,
+        layer_scale=None,
+        row_scale=None,
+        rope: Tables | None = None,
+        packing: Crops | None = None,
+    ) -> Tensor:
         if packing is None:
             out = self._attend(x, rope).flatten(2)
         else:
             out = self._attend_packed(x, packing).flatten(1)
         if is_plain(self.proj) and (not self.training or rate_of(self.proj_drop) == 0):
             return linear(
-                out, self.proj.weight, self.proj.bias,
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-            )  # fmt: skip
+                out,
+                self.proj.weight,
+                self.proj.bias,
+                residual=residual,
+                layer_scale=layer_scale,
+                row_scale=row_scale,
+            )
         return add_branch(self.proj_drop(self.proj(out)), residual, layer_scale, row_scale)
 
 
@@ -334,9 +372,13 @@ class Mlp(nn.Module):
 
     @checked
     def __init__(
-        self, in_features: Count, hidden_features: Count, act_layer: Activation = "gelu",
-        bias: Flag = True, drop: Rate = 0.0,
-    ):  # fmt: skip
+        self,
+        in_features: Count,
+        hidden_features: Count,
+        act_layer: Activation = "gelu",
+        bias: Flag = True,
+        drop: Rate = 0.0,
+    ):
         super().__init__()
         self.fc1 = nn.Linear(in_features, hidden_features, bias)
         self.act_layer = act_layer
@@ -348,10 +390,17 @@ class Mlp(nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         if is_plain(fc1) and is_plain(fc2) and (not self.training or rate_of(self.drop) == 0):
             return mlp(
-                x, fc1.weight, fc1.bias, fc2.weight, fc2.bias, activation=self.act_layer,
-                residual=residual, layer_scale=layer_scale, row_scale=row_scale,
+                x,
+                fc1.weight,
+                fc1.bias,
+                fc2.weight,
+                fc2.bias,
+                activation=self.act_layer,
+                residual=residual,
+                layer_scale=layer_scale,
+                row_scale=row_scale,
                 recompute=self.recompute,
-            )  # fmt: skip
+            )
         hidden = self.drop(ACTIVATIONS[self.act_layer](fc1(x)))
         return add_branch(self.drop(fc2(hidden)), residual, layer_scale, row_scale)
 

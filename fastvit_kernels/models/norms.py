@@ -39,9 +39,14 @@ class LayerNorm(nn.LayerNorm):
 
     @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-5,
-        elementwise_affine: Flag = True, bias: Flag = True, device: Any = None, dtype: Any = None,
-    ):  # fmt: skip
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: Eps = 1e-5,
+        elementwise_affine: Flag = True,
+        bias: Flag = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
         width = _only_axis("LayerNorm", normalized_shape)
         super().__init__(width, eps, elementwise_affine, bias, device, dtype)
 
@@ -64,9 +69,13 @@ class RmsNorm(nn.RMSNorm):
 
     @checked
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: Eps = 1e-6,
-        elementwise_affine: Flag = True, device: Any = None, dtype: Any = None,
-    ):  # fmt: skip
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: Eps = 1e-6,
+        elementwise_affine: Flag = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
         width = _only_axis("RmsNorm", normalized_shape)
         super().__init__(width, eps, elementwise_affine, device, dtype)
 

@@ -35,9 +35,12 @@ class Crops:
     """
 
     def __init__(
-        self, sizes: Sequence[Size], device: torch.device, given: Sequence[Any] = (),
+        self,
+        sizes: Sequence[Size],
+        device: torch.device,
+        given: Sequence[Any] = (),
         of: tuple[Crops, Tensor] | None = None,
-    ):  # fmt: skip
+    ):
         self.sizes, self.device, self.given, self.of = tuple(sizes), device, tuple(given), of
         self.longest = max(T for _, T in self.sizes)
         self.ends = [0, *accumulate(B * T for B, T in self.sizes)]

@@ -22,9 +22,16 @@ _SIZES = {
 
 # The notebook model on 28 x 28 digits: T = 197, D = 32.
 _MNIST = dict(
-    img_size=28, patch_size=2, in_chans=1, num_classes=10, embed_dim=64, depth=2, num_heads=2,
-    mlp_ratio=4.0, representation_size=32,
-)  # fmt: skip
+    img_size=28,
+    patch_size=2,
+    in_chans=1,
+    num_classes=10,
+    embed_dim=64,
+    depth=2,
+    num_heads=2,
+    mlp_ratio=4.0,
+    representation_size=32,
+)
 
 
 def _sized(sizes: tuple[int, int, int], img_size: int, patch_size: int) -> Arguments:
@@ -40,10 +47,19 @@ def _vit() -> Iterator[tuple[str, Arguments]]:
 def _dinov3() -> Iterator[tuple[str, Arguments]]:
     """arXiv:2508.10104. "_qkvb" has the biases of q and v, which are 0 in the published weights."""
     common = dict(
-        num_classes=0, global_pool="avg", fc_norm=False, init_values=1e-5, reg_tokens=4,
-        pos_embed="none", rope_type="dinov3", rope_temperature=100.0, rope_rotate_half=True,
-        norm_eps=1e-5, key_bias=False, dynamic_img_size=True,
-    )  # fmt: skip
+        num_classes=0,
+        global_pool="avg",
+        fc_norm=False,
+        init_values=1e-5,
+        reg_tokens=4,
+        pos_embed="none",
+        rope_type="dinov3",
+        rope_temperature=100.0,
+        rope_rotate_half=True,
+        norm_eps=1e-5,
+        key_bias=False,
+        dynamic_img_size=True,
+    )
     gated = dict(mlp_layer="SwiGLU", act_layer="silu")
     sizes: dict[str, tuple[tuple[int, int, int], Arguments]] = {
         "tiny": (_SIZES["tiny"], {}),
@@ -70,8 +86,11 @@ def _eva02() -> Iterator[tuple[str, Arguments]]:
     packed = dict(mlp_layer="SwiGLUPacked", mlp_ratio=2 * (4 * 2 / 3))
     normed = dict(mlp_layer="SwiGLU", mlp_ratio=4 * 2 / 3, scale_mlp_norm=True)
     for size, fine, own in (
-        ("tiny", 336, packed), ("small", 336, packed), ("base", 448, normed), ("large", 448, normed)
-    ):  # fmt: skip
+        ("tiny", 336, packed),
+        ("small", 336, packed),
+        ("base", 448, normed),
+        ("large", 448, normed),
+    ):
         for side in (224, fine):  # 224 is pretraining, without a head
             classes = 0 if side == 224 else 1000
             arguments = {**_sized(_SIZES[size], side, 14), **common, **own, "num_classes": classes}
@@ -91,9 +110,15 @@ def _perception_encoder() -> Iterator[tuple[str, Arguments]]:
         "spatial_gigantic_patch14_448": (gigantic, 448, 14, scaled),
     }
     common = dict(
-        num_classes=0, global_pool="avg", pre_norm=True, final_norm=False, norm_eps=1e-5,
-        rope_type="cat", rope_grid_indexing="xy", ref_feat_shape=32,
-    )  # fmt: skip
+        num_classes=0,
+        global_pool="avg",
+        pre_norm=True,
+        final_norm=False,
+        norm_eps=1e-5,
+        rope_type="cat",
+        rope_grid_indexing="xy",
+        ref_feat_shape=32,
+    )
     for name, (shape, side, patch, own) in sizes.items():
         large = "gigantic" in name
         alone = dict(class_token=False, mlp_ratio=8960 / 1536) if large else {}
@@ -110,13 +135,20 @@ def _rope_vit() -> Iterator[tuple[str, Arguments]]:
         yield f"vit_{size}_patch16_rope_224", {**arguments, "pos_embed": "none"}
         yield f"vit_{size}_patch16_rope_ape_224", {**arguments, "no_embed_class": True}
     pooled = dict(
-        global_pool="avg", class_token=False, init_values=1e-5, pos_embed="none", rope_type="cat",
-        ref_feat_shape=16, key_bias=False,
-    )  # fmt: skip
+        global_pool="avg",
+        class_token=False,
+        init_values=1e-5,
+        pos_embed="none",
+        rope_type="cat",
+        ref_feat_shape=16,
+        key_bias=False,
+    )
     for size, shape, registers, bias in (
-        ("medium", (512, 12, 8), 1, True), ("mediumd", (512, 20, 8), 1, False),
-        ("betwixt", (640, 12, 10), 4, True), ("base", _SIZES["base"], 1, True),
-    ):  # fmt: skip
+        ("medium", (512, 12, 8), 1, True),
+        ("mediumd", (512, 20, 8), 1, False),
+        ("betwixt", (640, 12, 10), 4, True),
+        ("base", _SIZES["base"], 1, True),
+    ):
         own = dict(reg_tokens=registers, qkv_bias=bias)
         name = f"vit_{size}_patch16_rope_reg{registers}_gap_256"
         yield name, {**_sized(shape, 256, 16), **pooled, **own}
@@ -125,14 +157,24 @@ def _rope_vit() -> Iterator[tuple[str, Arguments]]:
 def _aimv2() -> Iterator[tuple[str, Arguments]]:
     """arXiv:2411.14402."""
     common = dict(
-        num_classes=0, global_pool="avg", fc_norm=False, class_token=False, qkv_bias=False,
-        proj_bias=False, act_layer="silu", mlp_layer="SwiGLU", norm_layer="RmsNorm",
-        embed_norm_layer="RmsNorm", norm_eps=1e-5,
-    )  # fmt: skip
+        num_classes=0,
+        global_pool="avg",
+        fc_norm=False,
+        class_token=False,
+        qkv_bias=False,
+        proj_bias=False,
+        act_layer="silu",
+        mlp_layer="SwiGLU",
+        norm_layer="RmsNorm",
+        embed_norm_layer="RmsNorm",
+        norm_eps=1e-5,
+    )
     for size, shape, ratio in (
-        ("large", (1024, 24, 8), 2.75), ("huge", (1536, 24, 12), 2.6667),
-        ("1b", (2048, 24, 16), 2.75), ("3b", (3072, 24, 24), 2.6667),
-    ):  # fmt: skip
+        ("large", (1024, 24, 8), 2.75),
+        ("huge", (1536, 24, 12), 2.6667),
+        ("1b", (2048, 24, 16), 2.75),
+        ("3b", (3072, 24, 24), 2.6667),
+    ):
         for side in (224, 336, 448):
             arguments = {**_sized(shape, side, 14), **common, "mlp_ratio": ratio}
             yield f"aimv2_{size}_patch14_{side}", arguments

@@ -55,10 +55,16 @@ def _spread(angles: Tensor, interleaved: bool) -> Tables:
 
 
 def index_table(
-    grid: Sequence[int], dim: int, *, temperature: float = 10000.0, interleaved: bool = True,
-    ref_grid: Sequence[int] | None = None, offset: float = 0.0, xy: bool = False,
+    grid: Sequence[int],
+    dim: int,
+    *,
+    temperature: float = 10000.0,
+    interleaved: bool = True,
+    ref_grid: Sequence[int] | None = None,
+    offset: float = 0.0,
+    xy: bool = False,
     device: torch.device | str | None = None,
-) -> Tables:  # fmt: skip
+) -> Tables:
     """Angles from the index of a patch: dim/4 frequencies of its row, then dim/4 of its column.
 
     Args:
@@ -86,9 +92,13 @@ def index_table(
 
 
 def centered_table(
-    grid: Sequence[int], dim: int, *, temperature: float = 100.0, interleaved: bool = False,
+    grid: Sequence[int],
+    dim: int,
+    *,
+    temperature: float = 100.0,
+    interleaved: bool = False,
     device: torch.device | str | None = None,
-) -> Tables:  # fmt: skip
+) -> Tables:
     """DINOv3's: patch centres in [-1, 1], each axis by its own length, over dim/4 periods."""
     _check("centered_table", grid, 2, dim, 4, temperature)
     check_flags("centered_table", interleaved=interleaved)
@@ -100,9 +110,12 @@ def centered_table(
 
 
 def alternating_table(
-    grid: Sequence[int], dim: int, *, temperature: float = 10000.0,
+    grid: Sequence[int],
+    dim: int,
+    *,
+    temperature: float = 10000.0,
     device: torch.device | str | None = None,
-) -> Tables:  # fmt: skip
+) -> Tables:
     """Pixtral's: of dim/2 frequencies the even ones turn by the row, the odd ones by the column."""
     _check("alternating_table", grid, 2, dim, 4, temperature)
     bands = 1.0 / temperature ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -114,9 +127,12 @@ def alternating_table(
 
 
 def video_table(
-    grid: Sequence[int], dim: int, *, temperature: float = 10000.0,
+    grid: Sequence[int],
+    dim: int,
+    *,
+    temperature: float = 10000.0,
     device: torch.device | str | None = None,
-) -> Tables:  # fmt: skip
+) -> Tables:
     """V-JEPA 2's for (frames, rows, columns): three parts of even width, R = 60 of dim 64.
 
     A part repeats its frequencies whole, [f0 f1 ... f0 f1 ...], and is turned in interleaved pairs
@@ -147,11 +163,16 @@ class RotaryEmbedding(nn.Module):
 
     @checked
     def __init__(
-        self, dim: int, feat_shape: Sequence[int], rope_type: Literal["cat", "dinov3"] = "cat",
-        temperature: float = 10000.0, rotate_half: Flag = False,
-        grid_indexing: GridIndexing = "ij", grid_offset: float = 0.0,
+        self,
+        dim: int,
+        feat_shape: Sequence[int],
+        rope_type: Literal["cat", "dinov3"] = "cat",
+        temperature: float = 10000.0,
+        rotate_half: Flag = False,
+        grid_indexing: GridIndexing = "ij",
+        grid_offset: float = 0.0,
         ref_feat_shape: Sequence[int] | int | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         if rope_type == "dinov3" and (grid_indexing != "ij" or grid_offset or ref_feat_shape):
             raise ValueError(
@@ -174,9 +195,13 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type == "dinov3":
             return centered_table(grid, self.dim, **common)
         return index_table(
-            grid, self.dim, ref_grid=self.ref_feat_shape, offset=self.grid_offset,
-            xy=self.grid_indexing == "xy", **common,
-        )  # fmt: skip
+            grid,
+            self.dim,
+            ref_grid=self.ref_feat_shape,
+            offset=self.grid_offset,
+            xy=self.grid_indexing == "xy",
+            **common,
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move the tables, and compute them anew: fn may have rounded them or left them empty."""

@@ -34,16 +34,30 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = c.norm(c.dim)
         self.attn = Attention(
-            c.dim, c.num_heads, c.attn_head_dim, c.qkv_bias, c.proj_bias, c.attn_drop, c.proj_drop,
-            c.qk_norm, c.norm, c.key_bias, c.rotate_half, c.num_prefix_tokens,
-        )  # fmt: skip
+            c.dim,
+            c.num_heads,
+            c.attn_head_dim,
+            c.qkv_bias,
+            c.proj_bias,
+            c.attn_drop,
+            c.proj_drop,
+            c.qk_norm,
+            c.norm,
+            c.key_bias,
+            c.rotate_half,
+            c.num_prefix_tokens,
+        )
         self.ls1 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path1 = DropPath(c.drop_path, c.drop_path_mode)
         self.norm2 = c.norm(c.dim)
         self.mlp = MLP_LAYERS[c.mlp_layer](
-            c.dim, int(c.dim * c.mlp_ratio), act_layer=c.act_layer, bias=c.proj_bias,
-            drop=c.proj_drop, **({"norm_layer": c.norm} if c.scale_mlp_norm else {}),
-        )  # fmt: skip
+            c.dim,
+            int(c.dim * c.mlp_ratio),
+            act_layer=c.act_layer,
+            bias=c.proj_bias,
+            drop=c.proj_drop,
+            **({"norm_layer": c.norm} if c.scale_mlp_norm else {}),
+        )
         self.ls2 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)
         self.memory = c.memory
@@ -57,9 +71,16 @@ class Block(nn.Module):
         return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2, packing)
 
     def _add(
-        self, x: Tensor, norm: nn.Module, branch: nn.Module, scale: LayerScale | None,
-        drop_path: DropPath, packing: Crops | None, /, **more: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        branch: nn.Module,
+        scale: LayerScale | None,
+        drop_path: DropPath,
+        packing: Crops | None,
+        /,
+        **more: Any,
+    ) -> Tensor:
         """x + branch(norm(x)); the branch's last product applies LayerScale and DropPath.
 
         memory="low": the backward rebuilds what norm gave, and the sum that norm2 read.
@@ -116,9 +137,17 @@ class VisionTransformer(nn.Module):
         self.no_embed_class, self.num_prefix_tokens = c.no_embed_class, c.num_prefix_tokens
 
         self.patch_embed = PatchEmbed(
-            c.img_size, c.patch_size, c.in_chans, c.embed_dim, not c.pre_norm, c.conv_stem_configs,
-            c.embed_norm, not c.dynamic_img_size, c.mean, c.std,
-        )  # fmt: skip
+            c.img_size,
+            c.patch_size,
+            c.in_chans,
+            c.embed_dim,
+            not c.pre_norm,
+            c.conv_stem_configs,
+            c.embed_norm,
+            not c.dynamic_img_size,
+            c.mean,
+            c.std,
+        )
         self.cls_token = self._tokens(1 if c.class_token else None)
         self.reg_token = self._tokens(c.reg_tokens or None)
         self.mask_token = self._tokens(1 if c.mask_token else None)
@@ -132,10 +161,15 @@ class VisionTransformer(nn.Module):
         self.rope = None
         if c.rope_type:
             self.rope = RotaryEmbedding(
-                c.attn_head_dim or c.embed_dim // c.num_heads, self.patch_embed.grid_size,
-                c.rope_type, c.rope_temperature, c.rope_rotate_half, c.rope_grid_indexing,
-                c.rope_grid_offset, c.ref_feat_shape,
-            )  # fmt: skip
+                c.attn_head_dim or c.embed_dim // c.num_heads,
+                self.patch_embed.grid_size,
+                c.rope_type,
+                c.rope_temperature,
+                c.rope_rotate_half,
+                c.rope_grid_indexing,
+                c.rope_grid_offset,
+                c.ref_feat_shape,
+            )
 
         norm = c.norm(c.embed_dim) if c.final_norm else nn.Identity()
         after_pool = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm

@@ -54,10 +54,15 @@ class Kept(NamedTuple):
 
 @contextmanager
 def recomputed_norm(
-    y: Tensor, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6, recompute_fn: Callable[[], Tensor] | None = None,
-    norm: Literal["layer_norm", "rms_norm"] = "layer_norm", samples: Tensor | None = None,
-) -> Iterator[None]:  # fmt: skip
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    recompute_fn: Callable[[], Tensor] | None = None,
+    norm: Literal["layer_norm", "rms_norm"] = "layer_norm",
+    samples: Tensor | None = None,
+) -> Iterator[None]:
     """Inside, what would be saved of y is rebuilt from x in the backward.
 
     Args:

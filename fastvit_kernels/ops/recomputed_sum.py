@@ -68,9 +68,16 @@ class _Recomputed:
         autocast = torch.autocast(self.device, self.autocast, self.autocast is not None)
         with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
             return linear_fwd(
-                LATE.read(x), weight, bias, residual, layer_scale, row_scale, "",
-                self.layer.spec.out_dtype, False,
-            )[0]  # fmt: skip
+                LATE.read(x),
+                weight,
+                bias,
+                residual,
+                layer_scale,
+                row_scale,
+                "",
+                self.layer.spec.out_dtype,
+                False,
+            )[0]
 
 
 @contextmanager

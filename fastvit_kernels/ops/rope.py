@@ -106,10 +106,20 @@ def _rows(x: Tensor) -> Tensor:
 
 @operator(fake=lambda q: (q.new_empty(q.shape), q.new_empty(q.shape)))
 def rope_fwd(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
-    q_norm_bias: Tensor | None, k_norm_weight: Tensor | None, k_norm_bias: Tensor | None,
-    interleaved: bool, prefix_tokens: int, norm: str, eps: float, transpose: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: str,
+    eps: float,
+    transpose: bool,
+) -> tuple[Tensor, Tensor]:
     """q and k (B, T, H, D), normed and turned; turned back where `transpose`. Contiguous."""
     out = q.new_empty(q.shape), q.new_empty(q.shape)
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
@@ -121,9 +131,14 @@ def rope_fwd(
 
 
 def empty_sums(
-    x: Tensor, D: int, cos: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
-    table_dtype: torch.dtype, needs_dtables: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    D: int,
+    cos: Tensor,
+    param_dtype: torch.dtype,
+    needs_dparams: bool,
+    table_dtype: torch.dtype,
+    needs_dtables: bool,
+) -> tuple[Tensor, Tensor]:
     """dparams (4, D) and dtables (2, ...), each without elements where it is not needed."""
     dparams = x.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
     tables = (2, *cos.shape) if needs_dtables else (2, 0)
@@ -131,20 +146,38 @@ def empty_sums(
 
 
 def _empty_bwd(
-    q: Tensor, cos: Tensor, param_dtype: torch.dtype, needs_dparams: bool,
-    table_dtype: torch.dtype, needs_dtables: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    cos: Tensor,
+    param_dtype: torch.dtype,
+    needs_dparams: bool,
+    table_dtype: torch.dtype,
+    needs_dtables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sums = empty_sums(q, q.shape[-1], cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
     return q.new_empty(q.shape), q.new_empty(q.shape), *sums
 
 
 @operator(fake=_empty_bwd)
 def rope_bwd(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, interleaved: bool, prefix_tokens: int, norm: str, eps: float,
-    param_dtype: torch.dtype, needs_dparams: bool, table_dtype: torch.dtype, needs_dtables: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq_out: Tensor,
+    dk_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: str,
+    eps: float,
+    param_dtype: torch.dtype,
+    needs_dparams: bool,
+    table_dtype: torch.dtype,
+    needs_dtables: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a norm, of tables that learn or of both: dq, dk; dparams (4, D), dweight and dbias of q's
     norm, then of k's; dtables (2, ...), of cos and of sin."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
@@ -154,10 +187,16 @@ def rope_bwd(
     if q.numel() == 0:
         return dq, dk, dparams.zero_(), dtables.zero_()
     turn_back(
-        (dq, dk), (_rows(dq_out), _rows(dk_out)), _rows(q), _rows(k), tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)),
-        dparams, dtables,
-    )  # fmt: skip
+        (dq, dk),
+        (_rows(dq_out), _rows(dk_out)),
+        _rows(q),
+        _rows(k),
+        tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps),
+        tuple(map(contiguous, norms)),
+        dparams,
+        dtables,
+    )
     return dq, dk, dparams, dtables
 
 
@@ -193,9 +232,19 @@ class RopeFunction(torch.autograd.Function):
         needs_dtables, needs_dparams = any(needs[2:4]), any(needs[4:8])
         if rotation.norm or needs_dtables:
             dq, dk, dparams, dtables = rope_bwd[route](
-                dq_out, dk_out, q, k, cos, sin, *norms, *rotation, spec.param_dtype,
-                needs_dparams, spec.table_dtype, needs_dtables,
-            )  # fmt: skip
+                dq_out,
+                dk_out,
+                q,
+                k,
+                cos,
+                sin,
+                *norms,
+                *rotation,
+                spec.param_dtype,
+                needs_dparams,
+                spec.table_dtype,
+                needs_dtables,
+            )
         else:
             dq, dk = rope_fwd[route](dq_out, dk_out, cos, sin, *(None,) * 4, *rotation, True)
             dparams = dtables = None
@@ -247,10 +296,17 @@ def check_norm(op: str, norm: object, **params: Tensor | None) -> None:
 
 
 def check_rotation(
-    op: str, shape: tuple[int, ...], like: Tensor, cos: Tensor, sin: Tensor,
-    params: tuple[Tensor | None, ...], interleaved: bool, prefix_tokens: int, norm: Norm | None,
+    op: str,
+    shape: tuple[int, ...],
+    like: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    params: tuple[Tensor | None, ...],
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: Norm | None,
     eps: float,
-) -> tuple[str | None, Rotation, torch.dtype, torch.dtype]:  # fmt: skip
+) -> tuple[str | None, Rotation, torch.dtype, torch.dtype]:
     """Raise unless q of this shape, (B, T, H, D), can be normed and turned so.
 
     Args:
@@ -284,10 +340,19 @@ def check_rotation(
 
 @cached_dispatch
 def _decide(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None,
-    q_bias: Tensor | None, k_weight: Tensor | None, k_bias: Tensor | None, interleaved: bool,
-    prefix_tokens: int, norm: Norm | None, eps: float,
-) -> RopeSpec:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: Norm | None,
+    eps: float,
+) -> RopeSpec:
     """Check the arguments; what runs, and how."""
     op = "rope"
     check_tensor(op, "q", q, ndim=4)

@@ -55,9 +55,13 @@ def check_device(op: str, name: str, x: Tensor, like: Tensor) -> None:
 
 
 def check_epilogue(
-    op: str, x: Tensor, N: int, residual: Tensor | None, layer_scale: Tensor | None,
+    op: str,
+    x: Tensor,
+    N: int,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
     row_scale: Tensor | None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Raise on bad epilogue arguments; return what the kernels cannot do, if anything."""
     check_shape(op, "layer_scale", layer_scale, (N,), like=x)
     kept = isinstance(row_scale, Tensor) and row_scale.dtype is torch.int64
@@ -133,9 +137,14 @@ def check_weight(
 
 
 def check_number(
-    op: str, name: str, x: object, least: float = -sys.float_info.max,
-    most: float = sys.float_info.max, *, wanted: str = "finite",
-) -> None:  # fmt: skip
+    op: str,
+    name: str,
+    x: object,
+    least: float = -sys.float_info.max,
+    most: float = sys.float_info.max,
+    *,
+    wanted: str = "finite",
+) -> None:
     """Raise TypeError unless x is an int or float, ValueError unless least <= x <= most."""
     if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: {name} must be a number, got {_described(x)}")

@@ -83,15 +83,17 @@ _stack_of_modes = _find(
 )
 _NUM_MODES = "torch:_C._len_torch_dispatch_stack"
 num_modes: Callable[[], int] = _find(
-    _NUM_MODES, tried=(),
+    _NUM_MODES,
+    tried=(),
     gone=(lambda: len(_stack_of_modes())) if _stack_of_modes else (lambda: 1),
-)  # fmt: skip
+)
 # torch.func transforms at work. Gone: as if there were one, so the specification runs.
 _peek_transform = _find("torch:_C._functorch.peek_interpreter_stack", gone=lambda: True, tried=())
 in_transform: Callable[[], bool] = _find(
-    "torch:_C._are_functorch_transforms_active", tried=(),
+    "torch:_C._are_functorch_transforms_active",
+    tried=(),
     gone=lambda: _peek_transform() is not None,
-)  # fmt: skip
+)
 # torch.jit.trace. Gone: its public twin, a function of Python.
 is_jit_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
 # A profiler that wants operators' names. Gone: it sees launches without them.
@@ -100,8 +102,10 @@ is_profiling = _find("torch:autograd._profiler_enabled", gone=lambda: False, tri
 # host's forward; only calls on constants are not seen.
 is_fx_tracing: Callable[[], bool] = _find(
     "torch.fx._symbolic_trace:_get_is_fx_tracing",  # from 2.14 on
-    "torch.fx._symbolic_trace:is_fx_symbolic_tracing", tried=(), gone=lambda: False,
-)  # fmt: skip
+    "torch.fx._symbolic_trace:is_fx_symbolic_tracing",
+    tried=(),
+    gone=lambda: False,
+)
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # others come with a mode or subclasses
 
 
@@ -149,10 +153,11 @@ def foreign_modes() -> list[Any]:
     if _stack_of_modes is None:
         return [None]
     return [
-        mode for mode in _stack_of_modes()
+        mode
+        for mode in _stack_of_modes()
         if type(mode).__module__.partition(".")[0] != "torch"
         and not getattr(mode, "knows_our_operators", False)
-    ]  # fmt: skip
+    ]
 
 
 def is_observed() -> bool:
@@ -215,9 +220,10 @@ REPLICA = "_is_replica"
 
 # Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
 is_autocast_on: Callable[[], bool] = _find(
-    "torch:_C._is_any_autocast_enabled", tried=(),
+    "torch:_C._is_any_autocast_enabled",
+    tried=(),
     gone=lambda: torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
-)  # fmt: skip
+)
 
 
 # Global hooks on modules. Gone: as if there were one: swapped modules run their host's forward.
@@ -268,8 +274,9 @@ def _has_inner_tensors(x: object) -> bool:
 # A tensor made of others (a DTensor, a quantised weight). Gone: by the two methods it must have.
 is_wrapper: Callable[[Any], bool] = _find(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-    tried=(None,), gone=_has_inner_tensors,
-)  # fmt: skip
+    tried=(None,),
+    gone=_has_inner_tensors,
+)
 
 # How often a tensor was written to. Gone: each asking has an answer of its own, so that nothing
 # read counts as known, and no memory is saved by making a tensor again.
@@ -336,13 +343,11 @@ def hooks_on_saves() -> list[Any]:
 # decides anew, as if each forward were its own.
 CheckpointFrame: Any = _find("torch.utils.checkpoint:_CheckpointFrame", gone=())
 # The number of the backward under way, -1 outside. Gone: as if there were none.
-graph_task: Callable[[], int] = _find(
-    "torch:_C._current_graph_task_id", gone=lambda: -1, tried=()
-)  # fmt: skip
+graph_task: Callable[[], int] = _find("torch:_C._current_graph_task_id", gone=lambda: -1, tried=())
 # False inside an autograd Function's forward. Gone: as if inside, which looks at the callers.
 has_forward_gradients: Callable[[], bool] = _find(
     "torch:_C._is_fwd_grad_enabled", gone=lambda: False, tried=()
-)  # fmt: skip
+)
 
 
 def in_backward() -> bool:

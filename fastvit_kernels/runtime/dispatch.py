@@ -47,8 +47,9 @@ def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
     """
     key = tuple(
         (type(x), x) if type(x) in _SCALARS else id(x)
-        for x in call if not isinstance(x, Tensor) or isinstance(x, nn.Parameter)
-    )  # fmt: skip
+        for x in call
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter)
+    )
     if not (compat.in_transform() or compat.is_jit_tracing() or compat.in_forward_mode()):
         looked = recompute.remembered(("operators", key), looked)
     now = backends.get_backend()

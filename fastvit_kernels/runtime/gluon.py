@@ -58,6 +58,14 @@ def tensor_map(
 
 
 __all__ = [
-    "fence", "fetch", "gl", "gluon", "mbarrier", "multiply", "multiply_wait", "put", "store_wait",
+    "fence",
+    "fetch",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "multiply",
+    "multiply_wait",
+    "put",
+    "store_wait",
     "tensor_map",
-]  # fmt: skip
+]

@@ -98,9 +98,11 @@ def add_tokens(patches: Tensor, prefix_tokens: Tensor | None, pos_embed: Tensor 
 
 
 def add_branch(
-    y: Tensor, residual: Tensor | None = None, layer_scale: Tensor | None = None,
+    y: Tensor,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """residual + row_scale * layer_scale * y, for a branch that did not end in a fused epilogue.
 
     Shapes: y and residual (B, ..., C), layer_scale (C,), row_scale (B,); where row_scale is what

@@ -86,13 +86,20 @@ def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     The arguments are tensors, maps of them (`gluon.tensor_map`), numbers and None.
     """
     modes = triton.knobs.runtime.debug, triton.knobs.compilation.instrumentation_mode
-    return driver.active.get_current_device(), *modes, *[
-        (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor)
-        else (x % 16 if 1 < x < 2**31 else (x,)) if x.__class__ is int
-        else (x.base.dtype, tuple(x.block_shape)) if hasattr(x, "block_shape")
-        else x.__class__
-        for x in arguments
-    ]  # fmt: skip
+    return (
+        driver.active.get_current_device(),
+        *modes,
+        *[
+            (x.dtype, x.data_ptr() % 16)
+            if isinstance(x, Tensor)
+            else (x % 16 if 1 < x < 2**31 else (x,))
+            if x.__class__ is int
+            else (x.base.dtype, tuple(x.block_shape))
+            if hasattr(x, "block_shape")
+            else x.__class__
+            for x in arguments
+        ],
+    )
 
 
 _kernels: dict[int, Any] = {}  # all that were bound: Triton hashes a kernel by its source
@@ -143,5 +150,12 @@ def _bound(number: int, grid: tuple[int, ...], *sizes: Any, **options: Any) -> C
 
 
 __all__ = [
-    "ANY_BATCH", "HAS_TRITON", "VERSION", "bind_launch", "constant", "has_gluon", "tl", "triton",
-]  # fmt: skip
+    "ANY_BATCH",
+    "HAS_TRITON",
+    "VERSION",
+    "bind_launch",
+    "constant",
+    "has_gluon",
+    "tl",
+    "triton",
+]

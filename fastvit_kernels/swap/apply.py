@@ -56,11 +56,17 @@ def _selected(argument: str, selectors: Any, modules: dict[str, nn.Module]) -> s
 
 
 def swap_in(
-    model: nn.Module, *, only: Any = None, skip: Any = None, explain: bool = False,
-    memory: Memory = "default", drop_path: DropPathMode = "mask",
-    measure: Measure | None = None, budget: float = 20.0,
+    model: nn.Module,
+    *,
+    only: Any = None,
+    skip: Any = None,
+    explain: bool = False,
+    memory: Memory = "default",
+    drop_path: DropPathMode = "mask",
+    measure: Measure | None = None,
+    budget: float = 20.0,
     choices: Choices | str | Path | None = None,
-) -> SwapReport:  # fmt: skip
+) -> SwapReport:
     """Make a model run on the fused kernels, in place.
 
     Parameters, buffers, state_dict, hooks and modes stay what they are; optimizers made before

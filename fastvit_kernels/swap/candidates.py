@@ -166,9 +166,10 @@ def _bias(module: Any, seen: Observation, roles: AttentionRoles) -> dict[str, An
     T = shape[1] if len(shape) == 3 else 0
     if len(shapes) == 1 and [s[1:] for s in shapes.values()] == [(roles.heads,)]:
         indices = [
-            n for n, b in module.named_buffers()
+            n
+            for n, b in module.named_buffers()
             if tuple(b.shape) == (T, T) and not b.is_floating_point()
-        ]  # fmt: skip
+        ]
         if indices:
             return {"table": next(iter(shapes)), "index": indices[0]}
     if len(shapes) == 2 and [s[0] for s in shapes.values()] == [2 * n - 1 for n in shape[1:-1]]:
@@ -187,17 +188,21 @@ def _floats(module: Any, parts: list[str]) -> dict[str, float]:
     owners = dict.fromkeys(p.rpartition(".")[0] for p in parts)
     homes = {"": module} | {n: module.get_submodule(n) for n in owners}
     return {
-        f"{home}.{n}".lstrip("."): v for home, m in homes.items() for n, v in vars(m).items()
+        f"{home}.{n}".lstrip("."): v
+        for home, m in homes.items()
+        for n, v in vars(m).items()
         if isinstance(v, float) and n not in PRIVATE and "drop" not in n and "eps" not in n
-    }  # fmt: skip
+    }
 
 
 def _rates(module: Any) -> list[str]:
     """Settings and parts that may be the dropout of attention."""
     rates = [
-        f"{home}.{n}".lstrip(".") for home, m in module.named_modules() for n, v in vars(m).items()
+        f"{home}.{n}".lstrip(".")
+        for home, m in module.named_modules()
+        for n, v in vars(m).items()
         if isinstance(v, float) and 0 < v < 1 and "drop" in n
-    ]  # fmt: skip
+    ]
     parts = [n for n, m in module.named_modules() if n and type(m) is nn.Dropout]
     return sorted([*rates, *parts], key=lambda n: "att" not in n.rpartition(".")[2])
 

@@ -335,9 +335,14 @@ def prefer(here: Gpu, former: Tuned, entries: Sequence[dict[str, Any]]) -> Tuned
 
 
 def choose(
-    model: nn.Module, classes: Mapping[nn.Module, type], measure: Measure | None, budget: float,
-    known: Choices | None, settings: Mapping[str, Any], low: bool = False,
-) -> tuple[Choices, dict[str, Choice]]:  # fmt: skip
+    model: nn.Module,
+    classes: Mapping[nn.Module, type],
+    measure: Measure | None,
+    budget: float,
+    known: Choices | None,
+    settings: Mapping[str, Any],
+    low: bool = False,
+) -> tuple[Choices, dict[str, Choice]]:
     """What each kind runs as, and by name the choice of each module that stays its host's or is the
     widest that runs fused; all processes of a job take what the first one found. Nothing of the
     model is changed; the launch configs of the routes that won are in force afterwards.

@@ -33,9 +33,13 @@ from .report import is_ours
 
 EAGER, SWAPPED = "eager", "swapped"
 WAYS = {  # torch.compile's mode of each; None: not compiled
-    EAGER: None, "compile": "default", "max-autotune": "max-autotune",
-    SWAPPED: None, "swapped+compile": "default", "swapped+max-autotune": "max-autotune",
-}  # fmt: skip
+    EAGER: None,
+    "compile": "default",
+    "max-autotune": "max-autotune",
+    SWAPPED: None,
+    "swapped+compile": "default",
+    "swapped+max-autotune": "max-autotune",
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,12 @@ class Comparison:
 
     base, file = EAGER, "compare"
     columns: ClassVar = {  # by title what is shown of a row, and how
-        "ms": ("ms", ".4g"), "images/s": ("images_per_s", ",.0f"), "peak MiB": ("peak_mib", ",.0f"),
-        "speed-up": ("speedup", ".2f"), "loss": ("loss_gap", ".1e"),
-    }  # fmt: skip
+        "ms": ("ms", ".4g"),
+        "images/s": ("images_per_s", ",.0f"),
+        "peak MiB": ("peak_mib", ",.0f"),
+        "speed-up": ("speedup", ".2f"),
+        "loss": ("loss_gap", ".1e"),
+    }
 
     def __str__(self) -> str:
         lines = [" " * 22 + "".join(f" {title:>9}" for title in self.columns)]
@@ -177,9 +184,13 @@ class _Runner:
 
 
 def _prepared(
-    model: nn.Module, way: str, batch: Measure, autocast: torch.dtype | None, steps: int,
+    model: nn.Module,
+    way: str,
+    batch: Measure,
+    autocast: torch.dtype | None,
+    steps: int,
     timer: Timer,
-) -> _Way:  # fmt: skip
+) -> _Way:
     """A way whose first steps, by one seed, have warmed it up. Raises: what eager raises."""
     made = _Way(way, lambda: None)
     try:
@@ -196,9 +207,12 @@ def _prepared(
 
 
 def model_errors(
-    model: nn.Module, inputs: Any, swap: Callable[[nn.Module], Any] = swap_in,
-    autocast: torch.dtype | None = None, seed: int = 0,
-) -> list[Error]:  # fmt: skip
+    model: nn.Module,
+    inputs: Any,
+    swap: Callable[[nn.Module], Any] = swap_in,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+) -> list[Error]:
     """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
 
     The oracle is the host in float64, the yardstick the host in the model's own dtype.
@@ -235,9 +249,15 @@ def _judged(model: nn.Module, batch: Any, autocast: torch.dtype | None, timer: T
 
 
 def compare(
-    model: nn.Module, batch: Measure, *, ways: Sequence[str] = (EAGER, SWAPPED),
-    autocast: torch.dtype | None = None, steps: int = 20, seconds: float = 10.0, name: str = "",
-) -> Comparison:  # fmt: skip
+    model: nn.Module,
+    batch: Measure,
+    *,
+    ways: Sequence[str] = (EAGER, SWAPPED),
+    autocast: torch.dtype | None = None,
+    steps: int = 20,
+    seconds: float = 10.0,
+    name: str = "",
+) -> Comparison:
     """Measure a model as it is, compiled, and swapped: time, memory, numbers. The model stays as it
     is: each way runs a copy.
 
@@ -269,8 +289,9 @@ def compare(
         judged = _judged(model, batch, autocast, timer) if swaps else Outcome()
         every = [
             _prepared(model, way, batch, autocast, steps, timer)
-            for way in WAYS if way == EAGER or way in ways
-        ]  # fmt: skip
+            for way in WAYS
+            if way == EAGER or way in ways
+        ]
         time_together(every, timer, 1e3 * seconds, flush=False, most=50)
     images = tensor.shape[0] if tensor is not None and tensor.ndim else None
     eager = every[0]

@@ -87,9 +87,13 @@ class Copier:
         return dict(value) if type(value) is dict else value
 
     def copy(
-        self, original: nn.Module, host: bool = True, called: bool = False,
-        seen: dict[int, Any] | None = None, off: frozenset[str] = frozenset(),
-    ) -> Any:  # fmt: skip
+        self,
+        original: nn.Module,
+        host: bool = True,
+        called: bool = False,
+        seen: dict[int, Any] | None = None,
+        off: frozenset[str] = frozenset(),
+    ) -> Any:
         """A copy that calls no hook, no global one either.
 
         Args:
@@ -143,9 +147,22 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
             values = [v for v in values if type(v) is int]
             if name in ("head_dim", "attention_head_size", "dim_head", "head_size", "d_head"):
                 heads.update(values)
-            elif name in ("in_features", "out_features", "normalized_shape", "embed_dim", "d_model",
-                          "out_channels", "in_split", "attn_dim", "kv_dim", "all_head_size",
-                          "hidden_size", "dim", "inner_dim", "embedding_dim"):  # fmt: skip
+            elif name in (
+                "in_features",
+                "out_features",
+                "normalized_shape",
+                "embed_dim",
+                "d_model",
+                "out_channels",
+                "in_split",
+                "attn_dim",
+                "kv_dim",
+                "all_head_size",
+                "hidden_size",
+                "dim",
+                "inner_dim",
+                "embedding_dim",
+            ):
                 widths.update(values)
         own = (p for p in module._parameters.values() if p is not None and p.ndim == 2)
         widths.update(len(p) for p in own if len(p) == 3 * p.shape[1])  # packed without a Linear
@@ -160,9 +177,10 @@ def widths_of(modules: list[nn.Module]) -> tuple[set[int], set[int]]:
 def numbers_of_heads(module: nn.Module) -> list[int]:
     """What a module's settings say about its number of heads."""
     return [
-        v for n, v in vars(module).items()
+        v
+        for n, v in vars(module).items()
         if type(v) is int and v > 0 and "head" in n and not re.search("dim|size|width", n)
-    ]  # fmt: skip
+    ]
 
 
 def halved(modules: list[nn.Module], most: int) -> dict[int, int]:

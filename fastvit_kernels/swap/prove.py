@@ -285,9 +285,13 @@ class _Unrounded(TorchFunctionMode):
 
 
 def _compare(
-    module: nn.Module, class_of: ClassOf, sizes: dict[int, int], dtype: torch.dtype = torch.float64,
-    briefly: bool = False, rates: dict[Any, Rate] | None = None,
-) -> str | None:  # fmt: skip
+    module: nn.Module,
+    class_of: ClassOf,
+    sizes: dict[int, int],
+    dtype: torch.dtype = torch.float64,
+    briefly: bool = False,
+    rates: dict[Any, Rate] | None = None,
+) -> str | None:
     recognised = is_recognised(class_of(module))
     least = TOLERANCE if dtype == torch.float64 else TOLERANCE_FP32
     calls: list[Call] = []

@@ -57,10 +57,15 @@ class RmsRoles(NormRoles):
 
 # What computes each kind of roles.
 MIXINS: dict[type, Any] = {
-    AttentionRoles: Attention, BlockRoles: Block, LinearRoles: MaskedLinear, MlpRoles: Mlp,
-    NormRoles: fused.LayerNorm, PathRoles: fused.DropPath, RmsRoles: fused.RmsNorm,
+    AttentionRoles: Attention,
+    BlockRoles: Block,
+    LinearRoles: MaskedLinear,
+    MlpRoles: Mlp,
+    NormRoles: fused.LayerNorm,
+    PathRoles: fused.DropPath,
+    RmsRoles: fused.RmsNorm,
     ScaleRoles: fused.LayerScale,
-}  # fmt: skip
+}
 
 
 class Found(NamedTuple):

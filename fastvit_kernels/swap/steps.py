@@ -17,8 +17,17 @@ from .observe import Event, NotACandidate, Observation, Unsupported, Value, is_m
 BRANCHES = ("attention", "mlp")
 MOST = 16  # candidates of an inline branch
 # What moves values and computes none: on the way into windows of a grid, and out of them.
-MOVES = ("view", "reshape", "permute", "transpose", "flatten", "unflatten", "contiguous", "pad",
-         "__getitem__")  # fmt: skip
+MOVES = (
+    "view",
+    "reshape",
+    "permute",
+    "transpose",
+    "flatten",
+    "unflatten",
+    "contiguous",
+    "pad",
+    "__getitem__",
+)
 # A step whose values have the numbers of the run, and the roles that its inline body may have.
 Branch = tuple[Step, list[Any]]
 

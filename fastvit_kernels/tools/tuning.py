@@ -206,10 +206,11 @@ def tune(
                 replay = Replay(call, device)
                 for operator in operator_calls(replay):
                     open_choices = [
-                        c for c in operator.choices
+                        c
+                        for c in operator.choices
                         if (c.table, c.key) not in done
                         and len(TABLES[c.table].candidates(c.gpu, *c.key)) > 1
-                    ]  # fmt: skip
+                    ]
                     us = count * timer(operator) if open_choices else 0.0
                     for choice in open_choices:
                         decisions.setdefault(choice, {})[call] = count

@@ -64,9 +64,12 @@ class Error:
         more_max = _more(torch_max, self.torch_max, self.limit_max)
         more_rms = _more(torch_rms, self.torch_rms, self.limit_rms)
         return replace(
-            self, torch_max=self.torch_max + more_max, torch_rms=self.torch_rms + more_rms,
-            limit_max=self.limit_max + 2 * more_max, limit_rms=self.limit_rms + 2 * more_rms,
-        )  # fmt: skip
+            self,
+            torch_max=self.torch_max + more_max,
+            torch_rms=self.torch_rms + more_rms,
+            limit_max=self.limit_max + 2 * more_max,
+            limit_rms=self.limit_rms + 2 * more_rms,
+        )
 
     def __str__(self) -> str:
         return (
@@ -90,9 +93,13 @@ def _distance(actual: Tensor, oracle: Tensor) -> tuple[float, float]:
 
 
 def measure(
-    name: str, actual: Tensor, yardstick: Tensor, oracle: Tensor, dtype: torch.dtype,
+    name: str,
+    actual: Tensor,
+    yardstick: Tensor,
+    oracle: Tensor,
+    dtype: torch.dtype,
     floor: float = 0.0,
-) -> Error:  # fmt: skip
+) -> Error:
     """Compare one tensor with its float64 oracle and with PyTorch's own result.
 
     Args:
@@ -114,16 +121,23 @@ def measure(
     peak = finite.abs().max().item() if finite.numel() else 0.0
     scale = finite.square().mean().sqrt().item() if finite.numel() else 0.0
     return Error(
-        name, max_, rms, torch_max, torch_rms,
+        name,
+        max_,
+        rms,
+        torch_max,
+        torch_rms,
         limit_max=2 * torch_max + FLOOR_EPS * eps * peak + floor,
         limit_rms=2 * torch_rms + FLOOR_EPS * eps * scale + floor,
-    )  # fmt: skip
+    )
 
 
 def measure_all(
-    actual: Tensors, specification: Callable[[], Tensors], oracle: Tensors, dtype: torch.dtype,
+    actual: Tensors,
+    specification: Callable[[], Tensors],
+    oracle: Tensors,
+    dtype: torch.dtype,
     floors: Mapping[str, float] | None = None,
-) -> list[Error]:  # fmt: skip
+) -> list[Error]:
     """`measure` each tensor of the oracle, by name.
 
     Args:

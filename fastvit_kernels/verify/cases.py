@@ -25,10 +25,22 @@ from .plain_vit import model_case
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        LAYER_NORM, LAYER_NORM_AND_INPUT, RMS_NORM, RMS_NORM_AND_INPUT, LINEAR, ROPE, ATTENTION,
-        QKV_ATTENTION, ROPE_ATTENTION, VARLEN_ATTENTION, SDPA, MLP, GATED_MLP, PATCH_EMBED,
+        LAYER_NORM,
+        LAYER_NORM_AND_INPUT,
+        RMS_NORM,
+        RMS_NORM_AND_INPUT,
+        LINEAR,
+        ROPE,
+        ATTENTION,
+        QKV_ATTENTION,
+        ROPE_ATTENTION,
+        VARLEN_ATTENTION,
+        SDPA,
+        MLP,
+        GATED_MLP,
+        PATCH_EMBED,
     )
-}  # fmt: skip
+}
 
 
 def _vision_transformer(v: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
@@ -39,16 +51,25 @@ def _vision_transformer(v: Sizes, device: torch.device, dtype: torch.dtype) -> C
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = VisionTransformer(
-                img_size=v.img_size, patch_size=v.patch_size, num_classes=10, embed_dim=v.C,
-                depth=v.depth, num_heads=v.H, mlp_ratio=v.F / v.C, reg_tokens=1, init_values=0.5,
-            )  # fmt: skip
+                img_size=v.img_size,
+                patch_size=v.patch_size,
+                num_classes=10,
+                embed_dim=v.C,
+                depth=v.depth,
+                num_heads=v.H,
+                mlp_ratio=v.F / v.C,
+                reg_tokens=1,
+                init_values=0.5,
+            )
         images = Draw(device, dtype)(v.B, 3, *v.img_size, grad=False)
         return model_case(model.to(device, dtype).eval(), images)
 
     return Case(
-        "VisionTransformer", lambda **x: whole().function(**x),
-        lambda **x: whole().specification(**x), lambda: whole().make(),
-    )  # fmt: skip
+        "VisionTransformer",
+        lambda **x: whole().function(**x),
+        lambda **x: whole().specification(**x),
+        lambda: whole().make(),
+    )
 
 
 def check_cases(v: Sizes, device: torch.device, dtype: torch.dtype) -> list[Case]:

@@ -114,8 +114,9 @@ class Draw:
             x = self(*shape, grad=False) > 0
             x[..., 0] = True  # every query sees a key
             return x
-        return self(*shape, scale=fan_in(shape) ** -0.5 if arg.kind == "matrix" else 1.0,
-                    grad=arg.grad)  # fmt: skip
+        return self(
+            *shape, scale=fan_in(shape) ** -0.5 if arg.kind == "matrix" else 1.0, grad=arg.grad
+        )
 
 
 def fan_in(shape: Shape) -> int:
@@ -230,9 +231,10 @@ def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
 
 
 def run_backward(
-    result: Tensor | tuple[Tensor, ...], inputs: Iterable[Tensor | None],
+    result: Tensor | tuple[Tensor, ...],
+    inputs: Iterable[Tensor | None],
     upstream: Callable[[Tensor], Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """The backward of a call, where an input wants a gradient; `upstream` makes each output's."""
     wanted = [x for x in inputs if x is not None and x.requires_grad]
     outputs = result if isinstance(result, tuple) else (result,)

@@ -99,8 +99,9 @@ def _block(
         return _mlp(block.mlp, _norm(x, p, f"{name}.norm2", block.norm2), p, f"{name}.mlp")
 
     for branch, drop_path, scale in (
-        (attend, block.drop_path1, "ls1"), (feed, block.drop_path2, "ls2")
-    ):  # fmt: skip
+        (attend, block.drop_path1, "ls1"),
+        (feed, block.drop_path2, "ls2"),
+    ):
         gamma, samples = p.get(f"{name}.{scale}.gamma"), drop_path.samples(x)
         if samples is not None:
             kept = samples[: len(samples) - len(x)]
@@ -171,9 +172,12 @@ def model_case(
         return {"images": images, **copies}
 
     return Case(
-        "VisionTransformer", in_precision(ours, autocast), in_precision(reference, autocast), make,
+        "VisionTransformer",
+        in_precision(ours, autocast),
+        in_precision(reference, autocast),
+        make,
         dtype=autocast,
-    )  # fmt: skip
+    )
 
 
 def agreement(

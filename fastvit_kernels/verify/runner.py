@@ -140,9 +140,13 @@ class Result:
         """What JSON can hold; `from_dict` reads it."""
         tensors = [{**asdict(e), "passed": e.passed} for e in self.errors]
         return {
-            "name": self.name, "dtype": self.dtype, "passed": self.passed,
-            "failure": self.failure, "seconds": round(self.seconds, 3), "tensors": tensors,
-        }  # fmt: skip
+            "name": self.name,
+            "dtype": self.dtype,
+            "passed": self.passed,
+            "failure": self.failure,
+            "seconds": round(self.seconds, 3),
+            "tensors": tensors,
+        }
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Result:

@@ -49,22 +49,28 @@ def config_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.check", description=__doc__,
+        prog="python -m tests.check",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     check.add_selection(parser)
     add = parser.add_argument
     add("--all-configs", action="store_true", help="every launch config that ships, each forced")
     add(
-        "--case-timeout", type=options.positive(float), metavar="SECONDS", default=CASE_TIMEOUT,
+        "--case-timeout",
+        type=options.positive(float),
+        metavar="SECONDS",
+        default=CASE_TIMEOUT,
         help=f"of silence, after which a process of --jobs is killed (default {CASE_TIMEOUT:.0f})",
-    )  # fmt: skip
+    )
     cut = f"run nothing more after these; the exit status is {CUT_SHORT} if that left something out"
     options.add(parser, "--time-budget", help=cut)
     add(
-        "--keep", type=Path, metavar="FILE",
+        "--keep",
+        type=Path,
+        metavar="FILE",
         help="write each result to FILE; what FILE has is not run again with the same sources",
-    )  # fmt: skip
+    )
     return parser
 
 
@@ -73,9 +79,14 @@ def _run(arguments: argparse.Namespace) -> int:
     with refusing(f"--keep {arguments.keep}", OSError, ValueError):
         kept = ResultsCache(arguments.keep)
     wanted = Selection(
-        device, dtypes, arguments.only, jobs, arguments.case_timeout, kept,
+        device,
+        dtypes,
+        arguments.only,
+        jobs,
+        arguments.case_timeout,
+        kept,
         arguments.time_budget or math.inf,
-    )  # fmt: skip
+    )
     every = arguments.all_configs
     found: Iterator[Result | Run] = run_configs(wanted) if every else run_cases(wanted)
     results: list[Any] = []
@@ -103,8 +114,10 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"{len(forced)} of {shipped} configs of {len(TABLES)} tables fit here and ran")
         what = "runs of config and case, each twice for equal bits," if every else "cases"
         seconds = time.perf_counter() - started
-        print(f"{len(results) - len(failed)} of {len(results)} {what} passed, {seconds:.0f} s, "
-              f"{check.where(device)}")  # fmt: skip
+        print(
+            f"{len(results) - len(failed)} of {len(results)} {what} passed, {seconds:.0f} s, "
+            f"{check.where(device)}"
+        )
         if wanted.left_out:
             print(f"the time is over: {wanted.left_out} did not run.")
     return CUT_SHORT if wanted.left_out else int(not passed)

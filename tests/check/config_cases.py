@@ -164,19 +164,27 @@ def _patch_embed(large: bool) -> list[Example]:
     if not large:
         return [example(2, (24, 16), 8, 40)]
     return [
-        example(5, (224, 192), 16, 192), example(5, (224, 192), 16, 768),
-        example(3, (56, 42), 14, 200), example(5, (224, 192), 16, 768, uint8=True, kept=42),
-    ]  # fmt: skip
+        example(5, (224, 192), 16, 192),
+        example(5, (224, 192), 16, 768),
+        example(3, (56, 42), 14, 200),
+        example(5, (224, 192), 16, 768, uint8=True, kept=42),
+    ]
 
 
 # The norms that hand their input on have the same kernels, and a second gradient: they reach the
 # configs of both. qkv_attention and rope_attention have the kernels of attention and rope.
 EXAMPLES: dict[str, Callable[[bool], list[Example]]] = {
-    "layer_norm_and_input": _norms, "rms_norm_and_input": _norms, "linear": _linear,
-    "rope": _rope, "attention": _attention, "varlen_attention": _varlen,
-    "scaled_dot_product_attention": _sdpa, "mlp": _mlp, "gated_mlp": _gated_mlp,
+    "layer_norm_and_input": _norms,
+    "rms_norm_and_input": _norms,
+    "linear": _linear,
+    "rope": _rope,
+    "attention": _attention,
+    "varlen_attention": _varlen,
+    "scaled_dot_product_attention": _sdpa,
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
     "patch_embed": _patch_embed,
-}  # fmt: skip
+}
 
 
 def config_cases(large: bool, device: torch.device, dtype: torch.dtype) -> list[Case]:

@@ -66,9 +66,12 @@ class _Running:
         self.err = tempfile.TemporaryFile()  # noqa: SIM115
         self.printed, self.since = 0, now
         self.process = subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=self.out, stderr=self.err,
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.out,
+            stderr=self.err,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def is_silent(self, now: float) -> bool:
         """Whether it printed nothing for its timeout."""
@@ -116,10 +119,14 @@ class _Running:
 
 
 def run_isolated(
-    jobs: Sequence[Job], workers: int, timeout: float, *, budget: float = math.inf,
+    jobs: Sequence[Job],
+    workers: int,
+    timeout: float,
+    *,
+    budget: float = math.inf,
     then: Callable[[Outcome], Sequence[Job]] = lambda outcome: (),
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[Outcome]:  # fmt: skip
+) -> Iterator[Outcome]:
     """Run jobs, at most `workers` at once.
 
     Args:

@@ -68,8 +68,9 @@ def test_cases_share_processes_and_one_that_dies_costs_itself():
     cpu = torch.device("cpu")
     jobs = worker.grouped([worker.check_job(name, "fp32", cpu) for name in "abcde"], 2)
     assert [[json.loads(w)["name"] for w in job.command[3:]] for job in jobs] == [
-        ["a", "c", "e"], ["b", "d"]
-    ]  # fmt: skip
+        ["a", "c", "e"],
+        ["b", "d"],
+    ]
     right = Result("a", "fp32", [Error("out", 0.1, 0.1, 0.5, 0.5, 1.0, 1.0)], None, 1.0)
     lines = [{"tried": "a"}, right.as_dict(), {"tried": "c"}]
     died = Outcome(jobs[0], lines, "the process was ended by SIGSEGV")
@@ -99,6 +100,7 @@ def test_the_row_of_a_table_has_its_worst_run(monkeypatch):
     runs = [Run("a", 1, "x", 0.25, None), Run("a", 2, "x", 0.5, None), Run("a", 2, "y", 0.1, None)]
     runs += [Run("b", 1, "x", 3.0, "wrong"), Run("b", 1, "y", 0.0, None)]
     assert command.config_rows(runs) == [
-        ("a", "3", "2", "3", "0.50", "ok"), ("b", "3", "1", "2", "3.00", "1 FAILED"),
+        ("a", "3", "2", "3", "0.50", "ok"),
+        ("b", "3", "1", "2", "3.00", "1 FAILED"),
         ("c", "3", "0", "0", "0.00", "not reached"),
-    ]  # fmt: skip
+    ]

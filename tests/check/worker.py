@@ -50,9 +50,11 @@ def check_job(
 
 
 def config_job(
-    reached: Sequence[Reached], dtype: str, device: torch.device,
+    reached: Sequence[Reached],
+    dtype: str,
+    device: torch.device,
     done: Sequence[tuple[str, Any]] = (),
-) -> Job | None:  # fmt: skip
+) -> Job | None:
     """Every config that one case reaches but those `done`, by table; None where none is left."""
     forced = []
     for r in reached:

@@ -24,8 +24,12 @@ def command(*words, cwd, **variables):
     environment |= variables
     return subprocess.run(
         [sys.executable, "-m", "fastvit_kernels", *words],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
@@ -51,9 +55,11 @@ def test_what_cannot_be_written_at_the_end_is_an_error(monkeypatch, capsys):
 
     module = SimpleNamespace(run=lambda arguments: 0)
     monkeypatch.setattr(cli, "_module", lambda name: module)
-    monkeypatch.setattr(cli, "build_parser", lambda words: SimpleNamespace(
-        parse_args=lambda words: SimpleNamespace(command="check")
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        cli,
+        "build_parser",
+        lambda words: SimpleNamespace(parse_args=lambda words: SimpleNamespace(command="check")),
+    )
     monkeypatch.setattr(sys.stdout, "flush", full)
     assert cli.main(["check"]) == 2
     monkeypatch.undo()
@@ -68,9 +74,10 @@ def test_which_commands_run_kernels(monkeypatch):
     def found(gpu, device):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         return {
-            name for name in cli.COMMANDS
+            name
+            for name in cli.COMMANDS
             if cli.needs_interpreter(SimpleNamespace(command=name, device=device))
-        }  # fmt: skip
+        }
 
     wanted = {"train", "check"}
     assert found(False, None) == found(True, "cpu") == wanted and found(True, None) == set()
@@ -145,8 +152,10 @@ def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_p
 def test_a_table_has_columns_of_words_then_of_figures():
     table = console.make_table("case", figures=("us", "share"))
     assert [(c.header, c.justify) for c in table.columns] == [
-        ("case", "left"), ("us", "right"), ("share", "right")
-    ]  # fmt: skip
+        ("case", "left"),
+        ("us", "right"),
+        ("share", "right"),
+    ]
 
 
 @pytest.fixture
@@ -211,8 +220,13 @@ def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, c
 def test_options_of_attention_maps_are_values(capsys):
     words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
     assert dict(map(attention_maps._option, words)) == {
-        "depth": 2, "class_token": False, "rate": 0.5, "global_pool": "avg", "x": True, "y": [1, 2]
-    }  # fmt: skip
+        "depth": 2,
+        "class_token": False,
+        "rate": 0.5,
+        "global_pool": "avg",
+        "x": True,
+        "y": [1, 2],
+    }
     with pytest.raises(SystemExit):
         cli.main(["attention-maps", "photo.jpg", "--weights", "good.pth", "--option", "depth"])
     assert "--option: must be NAME=VALUE, got depth" in capsys.readouterr().err
@@ -243,8 +257,11 @@ def test_one_thread_of_blas_unless_the_user_says_otherwise(monkeypatch):
     seen = []
     monkeypatch.setattr(os, "execve", lambda *words: seen.append(words[-1]))
     monkeypatch.setattr(cli, "needs_interpreter", lambda _: True)
-    monkeypatch.setattr(cli.importlib, "import_module", lambda _: SimpleNamespace(
-        run=lambda _: 0, add_arguments=lambda _: None, __doc__=""))  # fmt: skip
+    monkeypatch.setattr(
+        cli.importlib,
+        "import_module",
+        lambda _: SimpleNamespace(run=lambda _: 0, add_arguments=lambda _: None, __doc__=""),
+    )
     monkeypatch.setattr(sys, "argv", ["fastvit-kernels", "check"])
     for given in (None, "4"):
         monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
@@ -297,9 +314,15 @@ def test_what_compile_is_told_reaches_the_step(monkeypatch, capsys):
         asked.append((input_shape(model), batch, dtype, train))
 
     kernel = Kernel(
-        "linear_fwd", "BLOCK_M=128 w8 s3", "bf16", "sm_90", shared=98304, shared_limit=232448,
-        seconds=0.5, key="k",
-    )  # fmt: skip
+        "linear_fwd",
+        "BLOCK_M=128 w8 s3",
+        "bf16",
+        "sm_90",
+        shared=98304,
+        shared_limit=232448,
+        seconds=0.5,
+        key="k",
+    )
     monkeypatch.setattr(command, "model_step", model_step)
     large = replace(kernel, config="BLOCK_M=256 w8 s3", shared=232449)
     monkeypatch.setattr(command, "compile_step", lambda step, target, share: [kernel, large])

@@ -24,9 +24,16 @@ pytest.importorskip("sklearn")
 pytest.importorskip("transformers")
 timm = pytest.importorskip("timm")
 CONFIG = dict(
-    model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-    intermediate_size=32, image_size=8, patch_size=4, num_channels=1, num_labels=3,
-)  # fmt: skip
+    model_type="vit",
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=32,
+    image_size=8,
+    patch_size=4,
+    num_channels=1,
+    num_labels=3,
+)
 DIGITS = ["--batch", 256, "--epochs", 1, "--no-check", "--threads", 1]
 
 
@@ -135,8 +142,10 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path):
 def test_another_head_and_another_grid(tmp_path):
     """timm resizes its positions; a classifier of other classes stays as it was."""
     source = build_model("timm:vit_tiny_patch16_224", img_size=64, num_classes=9, depth=1)
-    torch.save({"state_dict": {f"module.{n}": v for n, v in source.state_dict().items()}},
-               tmp_path / "file.pth")  # fmt: skip
+    torch.save(
+        {"state_dict": {f"module.{n}": v for n, v in source.state_dict().items()}},
+        tmp_path / "file.pth",
+    )
     for name in ("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224"):
         model = build_model(name, img_size=32, num_classes=4, depth=1)
         head = model.get_parameter("head.weight").clone()
@@ -151,12 +160,13 @@ def test_another_head_and_another_grid(tmp_path):
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda s: {"model": s}, lambda s: {"teacher": s, "student": {}},
+        lambda s: {"model": s},
+        lambda s: {"teacher": s, "student": {}},
         lambda s: {"state_dict": {f"_orig_mod.{n}": v for n, v in s.items()}, "epoch": 3},
         lambda s: {"model_ema": {f"module._orig_mod.{n}": v for n, v in s.items()}},
     ],
     ids=["model", "teacher", "compiled", "ddp"],
-)  # fmt: skip
+)
 def test_the_tensors_in_a_file_of_another_trainer(wrap):
     state = {"head.weight": torch.ones(2), "norm.bias": torch.zeros(1)}
     assert tensors_in(wrap({**state, "step": 3}), "file") == state
@@ -169,9 +179,10 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(models.Path, "home", lambda: home)
     for folder, name in (
-        (home / ".cache" / "huggingface" / "hub", None), (tmp_path / "hf" / "hub", "HF_HOME"),
+        (home / ".cache" / "huggingface" / "hub", None),
+        (tmp_path / "hf" / "hub", "HF_HOME"),
         (tmp_path / "cache", "HF_HUB_CACHE"),
-    ):  # fmt: skip
+    ):
         if name is not None:
             monkeypatch.setenv(name, str(tmp_path / "hf" if name == "HF_HOME" else folder))
         with pytest.raises(CommandError, match=f"a/b is not in {folder}, .*hf download a/b"):

@@ -112,8 +112,10 @@ def test_a_run_that_is_killed_resumes_from_a_whole_checkpoint(tmp_path):
     moments = ("never", "half", "written", "renamed", "step")
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / "killed_training.py"), str(tmp_path), *moments],
-        capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stderr
     endings = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert endings["never"] == ["0"]

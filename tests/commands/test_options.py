@@ -25,9 +25,18 @@ from fastvit_kernels.runtime import backend as runtime_backend, dtypes
 
 ROOT = Path(__file__).parents[2]
 SHARED = {
-    "--model", "--img-size", "--batch", "--dtype", "--device", "--seed", "--json", "--out",
-    "--train", "--infer", "--time-budget",
-}  # fmt: skip
+    "--model",
+    "--img-size",
+    "--batch",
+    "--dtype",
+    "--device",
+    "--seed",
+    "--json",
+    "--out",
+    "--train",
+    "--infer",
+    "--time-budget",
+}
 
 
 def _subparsers(parser):
@@ -84,23 +93,33 @@ def test_values_that_no_command_takes(words, message, capsys):
 # The least and the most that each number takes; everything between is its meaning, all else is a
 # mistake. Ints must be whole.
 INTS = {
-    "--img-size": (1, options.MOST_PIXELS), "--batch": (1, options.MOST),
+    "--img-size": (1, options.MOST_PIXELS),
+    "--batch": (1, options.MOST),
     "--epochs": (1, options.MOST),
-    "--warmup-epochs": (0, options.MOST), "--lora": (1, 4096), "--randaugment": (1, 30),
-    "--threads": (1, options.MOST_PROCESSES), "--workers": (0, options.MOST_PROCESSES),
+    "--warmup-epochs": (0, options.MOST),
+    "--lora": (1, 4096),
+    "--randaugment": (1, 30),
+    "--threads": (1, options.MOST_PROCESSES),
+    "--workers": (0, options.MOST_PROCESSES),
     "--seed": (0, 2**32 - 1),
     "--neighbours": (1, options.MOST),
-    "check --jobs": (0, options.MOST_PROCESSES), "compile --jobs": (1, options.MOST_PROCESSES),
+    "check --jobs": (0, options.MOST_PROCESSES),
+    "compile --jobs": (1, options.MOST_PROCESSES),
     "warm --jobs": (1, options.MOST_PROCESSES),
-}  # fmt: skip
+}
 FLOATS = {
-    "--lr": ("1e-12", "1e300"), "--weight-decay": ("0", "0.999"),
-    "--label-smoothing": ("0", "0.999"), "--drop-path": ("0", "0.999"), "--ema": ("0", "0.9999"),
-    "--crop-scale": ("1e-6", "0.999"), "--held-out": ("1e-6", "0.999"),
-    "--mixup": ("0.001", "1000"), "--time-budget": ("0.01", str(options.MOST)),
+    "--lr": ("1e-12", "1e300"),
+    "--weight-decay": ("0", "0.999"),
+    "--label-smoothing": ("0", "0.999"),
+    "--drop-path": ("0", "0.999"),
+    "--ema": ("0", "0.9999"),
+    "--crop-scale": ("1e-6", "0.999"),
+    "--held-out": ("1e-6", "0.999"),
+    "--mixup": ("0.001", "1000"),
+    "--time-budget": ("0.01", str(options.MOST)),
     "--seconds": ("10", str(options.MOST)),
     "--threshold": ("0", str(options.MOST)),
-}  # fmt: skip
+}
 JUNK = (
     "-1",
     "-0.5",
@@ -158,8 +177,11 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
         assert float(value) in [float(v) for v in found if type(v).__name__ == kind]
     outside = [*JUNK, "1e300" if most != "1e300" else "1e301"]
     outside += [str(least - 1), str(most + 1), f"{least}.5"] if kind == "int" else []
-    outside += [x for x in ("0", "1", "2") if kind == "float" and least != x
-                and not float(least) < float(x) <= float(most)]  # fmt: skip
+    outside += [
+        x
+        for x in ("0", "1", "2")
+        if kind == "float" and least != x and not float(least) < float(x) <= float(most)
+    ]
     for value in outside:
         with pytest.raises(SystemExit) as stop:
             read(value)
@@ -199,8 +221,10 @@ def test_images_of_one_channel_and_of_no_square(name):
         assert input_shape(build_model(name, in_chans=1, img_size=28))[0] == 1
         if not name.startswith("hf:"):
             assert input_shape(build_model(name, img_size=(32, 48))) == (
-                1 if name == "vit_mnist" else 3, 32, 48
-            )  # fmt: skip
+                1 if name == "vit_mnist" else 3,
+                32,
+                48,
+            )
 
 
 def test_torchvision_has_three_channels():
@@ -243,9 +267,14 @@ def test_a_name_of_every_library(name):
 def test_a_config_on_disk(tmp_path):
     pytest.importorskip("transformers")
     settings = dict(
-        model_type="vit", hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=64, image_size=16, num_channels=1,
-    )  # fmt: skip
+        model_type="vit",
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=16,
+        num_channels=1,
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert input_shape(build_model(f"hf:{tmp_path}")) == (1, 16, 16)
     assert input_shape(build_model(f"hf:{tmp_path / 'config.json'}", img_size=32)) == (1, 32, 32)

@@ -64,8 +64,9 @@ def test_classes_of_shards_are_those_of_training(tmp_path):
     train, held_out, classes = find(tmp_path, "webdataset")
     assert (train.labels, held_out.labels, classes) == ([0, 1], [1], ["0", "1"])
     assert [train.name(1), held_out.name(0)] == [
-        f"{tmp_path}/train/0.tar: b.png", f"{tmp_path}/val/0.tar: c.png"
-    ]  # fmt: skip
+        f"{tmp_path}/train/0.tar: b.png",
+        f"{tmp_path}/val/0.tar: c.png",
+    ]
     shard(tmp_path / "val" / "0.tar", *sample("c", 2))
     with pytest.raises(CommandError, match="class 2 is not among the 2 classes"):
         find(tmp_path, "webdataset")
@@ -90,9 +91,11 @@ def test_a_dataset_of_hugging_face(tmp_path, monkeypatch):
         for count, name in enumerate(("train", "test", "validation"), 2)
     }
     library = SimpleNamespace(
-        Image=ImageColumn, ClassLabel=ClassLabel, load_dataset=lambda _: parts,
+        Image=ImageColumn,
+        ClassLabel=ClassLabel,
+        load_dataset=lambda _: parts,
         load_from_disk=lambda _: parts["train"],
-    )  # fmt: skip
+    )
     monkeypatch.setattr(records, "require", lambda *_: library)
     train, held_out, classes = find(tmp_path, "hf")
     assert classes == ["zebra", "ant"]
@@ -113,12 +116,21 @@ def test_the_digest_of_each_kind_of_records(tmp_path):
     whole, first, second = Records([place, other], [0, 1]), torch.tensor([0]), torch.tensor([1])
     rows = Records(range(2), [0, 1], str, "a")
     kinds = [
-        whole, Records([other, place], [0, 1]), Records([place, other], [0, 0]),
-        Records([(*place[:3], 8), other], [0, 1]), Records([place, (*other[:2], 9, 7)], [0, 1]),
-        Records([place, (other[0], "c.png", 0, 7)], [0, 1]), whole.part(first), whole.part(second),
-        rows, Records(range(2), [0, 1], str, "b"), Records(range(2), [1, 1], str, "a"),
-        rows.part(first), rows.part(second), Records([1], [0], str, "a"),
-    ]  # fmt: skip
+        whole,
+        Records([other, place], [0, 1]),
+        Records([place, other], [0, 0]),
+        Records([(*place[:3], 8), other], [0, 1]),
+        Records([place, (*other[:2], 9, 7)], [0, 1]),
+        Records([place, (other[0], "c.png", 0, 7)], [0, 1]),
+        whole.part(first),
+        whole.part(second),
+        rows,
+        Records(range(2), [0, 1], str, "b"),
+        Records(range(2), [1, 1], str, "a"),
+        rows.part(first),
+        rows.part(second),
+        Records([1], [0], str, "a"),
+    ]
     digests = [kind.digest() for kind in kinds]
     assert len(set(digests)) == len(kinds) and digests == [kind.digest() for kind in kinds]
 

@@ -112,8 +112,9 @@ def test_the_report_is_of_the_history_and_of_what_could_be_read(run, tmp_path):
     assert (summary["images_per_s"], summary["training_seconds"]) == (40, 15)
     assert [row[3] for row in summary["confusion"]] == labels.bincount(minlength=10).tolist()
     assert [(e["name"], e["passed"]) for e in summary["agreement"]] == [
-        ("logits", True), ("dx", False)
-    ]  # fmt: skip
+        ("logits", True),
+        ("dx", False),
+    ]
     assert summary["last_epoch"] == run.history[-1]
 
 
@@ -121,8 +122,9 @@ def test_what_is_drawn_of_a_run(run, drawn):
     with backend("torch"):
         report.write_report(run, [], console())
     loss, accuracy = drawn["curves.png"].axes[:2]
-    names = [f"{who}, {what}" for who in ("our model", "plain PyTorch")
-             for what in ("train", "held-out")]  # fmt: skip
+    names = [
+        f"{who}, {what}" for who in ("our model", "plain PyTorch") for what in ("train", "held-out")
+    ]
     for axes, wanted in ((loss, (2.0, 2.5, 2.125, 2.625)), (accuracy, (10, 25, 22.5, 37.5))):
         lines = {line.get_label(): line for line in axes.get_lines()}
         assert list(lines) == names
@@ -153,8 +155,9 @@ def test_each_panel_is_of_its_layer_and_head(tmp_path, drawn):
     assert "mean over all patches" in drawn["one.png"].get_suptitle()
     heads = [head for layer in layers for head in layer]
     for shown, wanted, top in (
-        (panels, heads, peak), (singles, list(layers[1]), layers[1].max().item())
-    ):  # fmt: skip
+        (panels, heads, peak),
+        (singles, list(layers[1]), layers[1].max().item()),
+    ):
         assert torch.equal(torch.tensor(shown[0].get_images()[0].get_array()), image[0])
         for axes, head in zip(shown[1:], wanted, strict=False):
             over = axes.get_images()[1]

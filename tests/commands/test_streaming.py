@@ -132,8 +132,10 @@ def test_a_broken_image_counts_nowhere(tmp_path):
         )
         batches = list(images.batches(1, Processes()))
         train = [(run.model(x), y) for x, y, _ in batches]
-        held = [(run.model(x), images.held_out_labels[i], i)
-                for i, x in images.held_out_batches(Processes())]  # fmt: skip
+        held = [
+            (run.model(x), images.held_out_labels[i], i)
+            for i, x in images.held_out_batches(Processes())
+        ]
     with backend("torch"):
         row = run.epoch(1, lambda: None)
     _, predicted = run.evaluate(run.learners[0])
@@ -278,8 +280,9 @@ def test_the_digest_of_streamed_images(tmp_path, change):
     if change in ("size", "held out"):
         image.write_bytes(image.read_bytes() + b"0")
     elif change != "class":
-        image.rename(image.with_name("9.png") if change == "name" else
-                     image.parents[1] / "dog" / "3a.png")  # fmt: skip
+        image.rename(
+            image.with_name("9.png") if change == "name" else image.parents[1] / "dog" / "3a.png"
+        )
     after = streamed(tmp_path / "images")
     if change == "class":
         after.classes[0] = "other"
@@ -294,8 +297,11 @@ def test_mixup_and_average(tmp_path, capsys, monkeypatch):
     first: dict[str, torch.Tensor] = {}
     save = training.Run.save
     with monkeypatch.context() as patch:
-        patch.setattr(training.Run, "save", lambda run: (first or first.update(
-            copy.deepcopy(run.model.state_dict())), save(run)))  # fmt: skip
+        patch.setattr(
+            training.Run,
+            "save",
+            lambda run: (first or first.update(copy.deepcopy(run.model.state_dict())), save(run)),
+        )
         assert train(*words, "--epochs", 2, "--out", "run") == 0, capsys.readouterr().err
     content = checkpoint.load(tmp_path / "run" / "checkpoint.pt")
     written = torch.load(tmp_path / "run" / "weights.pth", weights_only=True)
@@ -326,10 +332,13 @@ def test_our_models_read_bytes(tmp_path, monkeypatch):
     assert train(*words, "--epochs", 2, "--out", "numbers") == 0
     assert read == {torch.float32}
     first, second = (
-        [row[key] for row in checkpoint.load(tmp_path / out / "checkpoint.pt")["history"]
-         for key in ("train_loss", "held_out_loss")]
+        [
+            row[key]
+            for row in checkpoint.load(tmp_path / out / "checkpoint.pt")["history"]
+            for key in ("train_loss", "held_out_loss")
+        ]
         for out in ("bytes", "numbers")
-    )  # fmt: skip
+    )
     assert first == pytest.approx(second, rel=1e-4)
 
 
@@ -350,8 +359,9 @@ def test_shards(tmp_path, capsys):
     write_shards(tmp_path / "all")
     images = streamed(tmp_path / "all", data="webdataset")
     assert images.classes == ["0", "1"] and images.train_count + images.held_out_count == 12
-    red = torch.cat([x for x, _ in seen(streamed(tmp_path / "all", data="webdataset",
-                                                 augment=False), 1)])[:, 0, 0, 0]  # fmt: skip
+    red = torch.cat(
+        [x for x, _ in seen(streamed(tmp_path / "all", data="webdataset", augment=False), 1)]
+    )[:, 0, 0, 0]
     assert len(red.unique()) == 6, "each sample has its own red"
     words = ["--data", "webdataset", "--data-dir", "all", *SMALL, "--epochs", 1, "--workers", 0]
     assert train(*words) == 0, capsys.readouterr().err

@@ -159,10 +159,15 @@ def test_a_model_of_another_library(tmp_path, capsys):
     """Trained swapped, beside the host's own code, resumed, drawn."""
     pytest.importorskip("transformers")
     settings = dict(
-        model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, image_size=8, patch_size=4,
+        model_type="vit",
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
         num_channels=1,
-    )  # fmt: skip
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     words = ["--model", "hf:config.json", "--batch", 64, "--epochs", 1, "--threads", 1]
     assert run(*words, "--compare", "--out", "run") == 0, capsys.readouterr()
@@ -239,10 +244,12 @@ def test_ctrl_c_in_a_process(tmp_path):
     words = ["train", "--epochs", "500", "--batch", "256", "--no-check", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastvit_kernels", *words],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         # A background job of a shell, such as CI's, hands on that Ctrl-C is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None
         assert any(line.startswith("epoch   1/500") for line in process.stdout)
@@ -500,12 +507,13 @@ def _plain_training(run, epochs):
             logits = average((held.images.float() / 255 - mean) / std).log_softmax(1)
         rows.append(
             {
-                "lr": rate, "train_loss": loss_sum / len(split.labels),
+                "lr": rate,
+                "train_loss": loss_sum / len(split.labels),
                 "train_accuracy": float(right) / len(split.labels),
                 "held_out_loss": -logits[torch.arange(len(held.labels)), held.labels].mean().item(),
                 "held_out_accuracy": (logits.argmax(1) == held.labels).float().mean().item(),
             }
-        )  # fmt: skip
+        )
     return model, average, rows
 
 
@@ -513,9 +521,17 @@ def _plain_training(run, epochs):
 def test_a_run_is_what_the_manual_says(tmp_path, augment, ema):
     """Against a training loop of its own: data, schedule, decay, clipping, smoothing, average."""
     given = dict(
-        epochs=3, warmup_epochs=1, lr=0.02, weight_decay=0.3, label_smoothing=0.2, drop_path=0.3,
-        ema=ema, seed=3, augment=augment, batch_size=48,
-    )  # fmt: skip
+        epochs=3,
+        warmup_epochs=1,
+        lr=0.02,
+        weight_decay=0.3,
+        label_smoothing=0.2,
+        drop_path=0.3,
+        ema=ema,
+        seed=3,
+        augment=augment,
+        batch_size=48,
+    )
     with backend("torch"):
         run = _small_run(tmp_path, **given)
         state = torch.get_rng_state()
@@ -541,9 +557,15 @@ def test_plain_pytorch_beside_a_run_is_trained_alike(tmp_path, model):
     if model is not None:
         pytest.importorskip("transformers")
         settings = dict(
-            model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=32, image_size=8, patch_size=4, hidden_dropout_prob=0.3,
-        )  # fmt: skip
+            model_type="vit",
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=8,
+            patch_size=4,
+            hidden_dropout_prob=0.3,
+        )
         (tmp_path / "config.json").write_text(json.dumps(settings))
         given |= dict(model=f"hf:{tmp_path}", drop_path=0.0, freeze=["*cls_token"])
     alone, beside = (_small_run(tmp_path, compare=c, **given) for c in (False, True))
@@ -693,9 +715,14 @@ def test_an_average_begins_with_the_first_weights(tmp_path):
 def test_the_average_of_a_swapped_model_reads_its_own_weights(tmp_path):
     pytest.importorskip("transformers")
     settings = dict(
-        model_type="vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, image_size=8, patch_size=4,
-    )  # fmt: skip
+        model_type="vit",
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+    )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     run = _small_run(tmp_path, ema=0.5, model=f"hf:{tmp_path}")
     (learner,) = run.learners
@@ -782,9 +809,10 @@ def test_augmentations_are_those_of_the_manual():
 
 
 def test_defaults_are_those_of_the_manual():
-    kinds = [make_settings(given, torch.device("cpu")) for given in (
-        {}, {"data": "mnist", "data_dir": "."}, {"data": "folder", "data_dir": "."}
-    )]  # fmt: skip
+    kinds = [
+        make_settings(given, torch.device("cpu"))
+        for given in ({}, {"data": "mnist", "data_dir": "."}, {"data": "folder", "data_dir": "."})
+    ]
     assert [(s.epochs, s.warmup_epochs) for s in kinds] == [(40, 4), (20, 2), (100, 5)]
     assert [(s.batch_size, s.lr) for s in kinds] == [(64, 2e-3), (256, 2e-3), (256, 1e-3)]
     assert [s.model for s in kinds] == [None, "vit_mnist", "vit_tiny_patch16_224"]

@@ -24,9 +24,20 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 PROGRAM = Path(__file__).parent.parent / "support" / "distributed_training.py"
 SCENARIOS = (
-    "one", "ddp", "fsdp", "average", "averages", "step", "half", "term", "grown", "bf16", "rows",
-    "few", "beside",
-)  # fmt: skip
+    "one",
+    "ddp",
+    "fsdp",
+    "average",
+    "averages",
+    "step",
+    "half",
+    "term",
+    "grown",
+    "bf16",
+    "rows",
+    "few",
+    "beside",
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
 
@@ -37,8 +48,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder), *SCENARIOS],
-        capture_output=True, text=True, timeout=3600, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     lines = (line.partition(" ") for line in done.stdout.splitlines())
     return folder, {name: ast.literal_eval(rest) for name, _, rest in lines}
@@ -211,8 +225,11 @@ def test_ddp_looks_for_unused_parameters_of_hosts_alone(monkeypatch):
         for device in ("cpu", "cuda:1"):
             processes.distribute(model, torch.device(device), False, None)
     assert [(w["device_ids"], w["find_unused_parameters"]) for w in seen] == [
-        (None, False), ([1], False), (None, True), ([1], True)
-    ]  # fmt: skip
+        (None, False),
+        ([1], False),
+        (None, True),
+        ([1], True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +262,12 @@ def test_the_line_of_the_manual(tmp_path):
     words = ["--nproc-per-node", "2", "-m", "fastvit_kernels", "train", "--fsdp", "--epochs", "1"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "--no-check", "--batch", "512"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=3600,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=3600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert "Processes: 2, FSDP2" in done.stdout and done.stdout.count("Held-out accuracy") == 1
     names = {path.name for path in (tmp_path / "runs" / "digits").iterdir()}

@@ -151,9 +151,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hub.layout")
     parser.add_argument("dir", type=Path, metavar="DIR", help="an empty folder, or a new one")
     parser.add_argument(
-        "--version", type=positive(int), default=1, metavar="N",
+        "--version",
+        type=positive(int),
+        default=1,
+        metavar="N",
         help="of the interface: the Hub's branch is vN (default 1)",
-    )  # fmt: skip
+    )
     return parser
 
 

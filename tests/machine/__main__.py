@@ -63,9 +63,14 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.record and (args.only or args.share != (0, 1)):
             parser.error("--record writes rows of whole kinds: leave out --only and --share")
         return run_device(
-            args.arch or ["sm_80"], args.precision, args.kind, args.jobs or 1, args.only,
-            args.share, args.record,
-        )  # fmt: skip
+            args.arch or ["sm_80"],
+            args.precision,
+            args.kind,
+            args.jobs or 1,
+            args.only,
+            args.share,
+            args.record,
+        )
     if args.update and (args.arch or args.changed):
         parser.error("--update writes every row: leave out --arch and --changed")
     return run_gate(args.arch or list(TARGETS), args.table, args.update, args.changed, args.jobs)

@@ -60,13 +60,18 @@ def learnt_bias() -> None:
     """A bias of each head that needs a gradient: of BEiT, of Swin's windows, of SAM's samples."""
     half, single = torch.bfloat16, torch.float32
     for B, T, H, D, windows, dtype, bias in (
-        (64, 197, 12, 64, 1, half, single), (64, 577, 16, 64, 1, half, half),
-        (4096, 49, 3, 32, 64, half, half), (4096, 49, 3, 32, 1, half, single),
-        (1024, 144, 6, 32, 1, half, half), (25, 196, 16, 80, 25, half, half),
-        (64, 197, 12, 96, 1, half, half), (64, 197, 12, 128, 1, half, half),
-        (64, 49, 12, 64, 1, half, half), (64, 197, 12, 64, 1, single, single),
+        (64, 197, 12, 64, 1, half, single),
+        (64, 577, 16, 64, 1, half, half),
+        (4096, 49, 3, 32, 64, half, half),
+        (4096, 49, 3, 32, 1, half, single),
+        (1024, 144, 6, 32, 1, half, half),
+        (25, 196, 16, 80, 25, half, half),
+        (64, 197, 12, 96, 1, half, half),
+        (64, 197, 12, 128, 1, half, half),
+        (64, 49, 12, 64, 1, half, half),
+        (64, 197, 12, 64, 1, single, single),
         (64, 49, 3, 32, 1, single, single),
-    ):  # fmt: skip
+    ):
         qkv = torch.empty(B, T, 3, H, D, dtype=dtype, requires_grad=True)
         mask = torch.empty(windows, H, T, T, dtype=bias, requires_grad=True)
         for dropout_p in (0.0, 0.1) if D <= 64 else (0.0,):
@@ -95,8 +100,9 @@ def attention_configs() -> None:
                         backward(out)
     for T, D in ((197, 64), (256, 64), (257, 64), (197, 128), (577, 128)):
         x = torch.empty(256, T, D, dtype=torch.bfloat16, requires_grad=True)
-        weight, bias = (torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True)
-                        for more in ((D,), ()))  # fmt: skip
+        weight, bias = (
+            torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True) for more in ((D,), ())
+        )
         qkv = torch.empty(256, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
         for route in ROUTES:
             with route():

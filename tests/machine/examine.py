@@ -47,9 +47,13 @@ def _modelled(
     resident = (kernel.warps_per_sm or 0) // code.num_warps
     done = work(_regions(code), code.blocks, integers, grid, roof, code.num_stages, resident, trips)
     return launch_time(
-        done, roof, programs=math.prod(grid), num_warps=code.num_warps, resident=resident,
+        done,
+        roof,
+        programs=math.prod(grid),
+        num_warps=code.num_warps,
+        resident=resident,
         tensor_bytes=moved,
-    )  # fmt: skip
+    )
 
 
 _GUESSED: dict[str, bool] = {}  # by kernel: whether a loop ends by what memory holds
@@ -99,5 +103,10 @@ def examine(launch: Launch) -> Examined:
         unit = bound(cycles)
         hot = f"{unit} {cycles[unit]:.0f}"
         products = f"{own.waits}/{own.hgmma}" if own.hgmma else ""
-    return Examined(**vars(kernel), hot_loop=hot, products=products, useful=timed(launch).useful,
-                    faults=faults(code))  # fmt: skip
+    return Examined(
+        **vars(kernel),
+        hot_loop=hot,
+        products=products,
+        useful=timed(launch).useful,
+        faults=faults(code),
+    )

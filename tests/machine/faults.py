@@ -23,8 +23,9 @@ def faults(code: Code) -> tuple[str, ...]:
 
 def serialised(code: Code) -> Iterator[str]:
     """wgmma products that wait for one another."""
-    if remark := re.search(r"\((C75\d\d)\)[^\n]*serialized due to ([^\n]*?) in (?:the )?function",
-                           code.remarks):  # fmt: skip
+    if remark := re.search(
+        r"\((C75\d\d)\)[^\n]*serialized due to ([^\n]*?) in (?:the )?function", code.remarks
+    ):
         yield f"ptxas serialises wgmma ({remark[1]}): {remark[2]}"
     for loop in code.loops:
         own = count(loop.own)
@@ -110,8 +111,9 @@ def _reads_before_fence(ptx: Ptx) -> bool:
 
 _MMA = re.compile(
     r"^(#\w+) = #ttg\.nvidia_mma<\{versionMajor = (\d), versionMinor = \d, "
-    r"warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)", re.M,
-)  # fmt: skip
+    r"warpsPerCTA = \[(\d+), (\d+)\].*?instrShape = \[(\d+), (\d+)",
+    re.M,
+)
 _DOT = re.compile(r"= (?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\d+)x(\d+)xf32, (#\w+)>")
 
 

@@ -29,9 +29,17 @@ HERE = Path(__file__).parent
 TABLE = HERE / "resources.csv"
 # What decides whether a kernel passes: where it changes, every kernel is compiled again.
 RULES = (
-    "gate", "examine", "faults", "flow", "launches", "machine_code", "ptx", "resources", "sass",
+    "gate",
+    "examine",
+    "faults",
+    "flow",
+    "launches",
+    "machine_code",
+    "ptx",
+    "resources",
+    "sass",
     "scalar",
-)  # fmt: skip
+)
 
 
 def broken_rules(kernels: Iterable[Examined]) -> list[str]:

@@ -172,32 +172,54 @@ def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
 
 
 def _side_by_side(
-    found: Sequence[Group], num_warps: int, arguments: Sequence[int | None], grid: Sequence[int],
-    roof: Roof, num_stages: int, resident: int,
-) -> Work:  # fmt: skip
+    found: Sequence[Group],
+    num_warps: int,
+    arguments: Sequence[int | None],
+    grid: Sequence[int],
+    roof: Roof,
+    num_stages: int,
+    resident: int,
+) -> Work:
     """The work of a launch whose groups of warps run side by side, as of an average warp.
 
     Units have the work of all groups. The chain is that of the longest that multiplies: the others
     hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
     """
     each = [
-        _work(regions, role.ptx, arguments, grid, roof, num_stages, resident, None, role.thread,
-              role.warps)
+        _work(
+            regions,
+            role.ptx,
+            arguments,
+            grid,
+            roof,
+            num_stages,
+            resident,
+            None,
+            role.thread,
+            role.warps,
+        )
         for role, regions in found
-    ]  # fmt: skip
+    ]
     share = [role.warps / num_warps for role, _ in found]
     return Work(
         {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
         max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
-        sum(w.multiply_adds for w in each), sum(w.bytes_moved for w in each),
+        sum(w.multiply_adds for w in each),
+        sum(w.bytes_moved for w in each),
         any(w.guessed for w in each),
-    )  # fmt: skip
+    )
 
 
 def work(
-    parts: Sequence[Region] | Sequence[Group], ptx: Ptx, arguments: Sequence[int | None],
-    grid: Sequence[int], roof: Roof, num_stages: int, resident: int, trips: int | None = None,
-) -> Work:  # fmt: skip
+    parts: Sequence[Region] | Sequence[Group],
+    ptx: Ptx,
+    arguments: Sequence[int | None],
+    grid: Sequence[int],
+    roof: Roof,
+    num_stages: int,
+    resident: int,
+    trips: int | None = None,
+) -> Work:
     """The work of a launch, averaged over PROGRAMS of its programs.
 
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
@@ -211,9 +233,17 @@ def work(
 
 
 def _work(
-    parts: Sequence[Region], ptx: Ptx, arguments: Sequence[int | None], grid: Sequence[int],
-    roof: Roof, num_stages: int, resident: int, trips: int | None, thread: int, num_warps: int,
-) -> Work:  # fmt: skip
+    parts: Sequence[Region],
+    ptx: Ptx,
+    arguments: Sequence[int | None],
+    grid: Sequence[int],
+    roof: Roof,
+    num_stages: int,
+    resident: int,
+    trips: int | None,
+    thread: int,
+    num_warps: int,
+) -> Work:
     """Of `num_warps` warps, whose branches are this thread's."""
     grid = (*grid, 1, 1)[:3]
     programs = math.prod(grid)
@@ -254,8 +284,10 @@ def _work(
                 [p for p in counts.products if p[0] == "HGMMA"], roof
             )
             hgmma += runs[b] * counts.hgmma
-            each = sum(M * N * K * n / (4 if kind == "HGMMA" else 1)
-                       for kind, M, N, K, n in counts.products)  # fmt: skip
+            each = sum(
+                M * N * K * n / (4 if kind == "HGMMA" else 1)
+                for kind, M, N, K, n in counts.products
+            )
             multiply_adds += runs[b] * num_warps * each
             bytes_moved += runs[b] * (num_warps * (moved.loaded + moved.stored) + moved.bulk)
             loads += runs[b] * bool(moved.loaded and region.is_loop)

@@ -178,9 +178,13 @@ class Ptx:
         return _Step(kind, guard, op.guard != guard, ends, stays, number, names, value)
 
     def executions(
-        self, arguments: Sequence[int | None], program: Sequence[int], grid: Sequence[int],
-        thread: int = 0, trips: int | None = None,
-    ) -> Run:  # fmt: skip
+        self,
+        arguments: Sequence[int | None],
+        program: Sequence[int],
+        grid: Sequence[int],
+        thread: int = 0,
+        trips: int | None = None,
+    ) -> Run:
         """How often one program of a launch runs each block, by one of its threads.
 
         Args:

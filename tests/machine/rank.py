@@ -24,9 +24,17 @@ from .ranking import Ranking, Row, Step, decisions, rank, steps
 
 TOKENS = (197, 257, 577, 1025)
 HEADER = (
-    "", "call us", "kernel us", "bound", "useful", "registers", "spills", "warps/SM", "faults",
+    "",
+    "call us",
+    "kernel us",
+    "bound",
+    "useful",
+    "registers",
+    "spills",
+    "warps/SM",
+    "faults",
     "config",
-)  # fmt: skip
+)
 
 
 class Job(NamedTuple):
@@ -58,18 +66,24 @@ def _rankings(job: Job) -> Iterator[tuple[str, int, Ranking]]:
 def _as_dict(job: Job, size: str, T: int, ranking: Ranking) -> dict[str, Any]:
     """Plain values: they come from another process, and are what --json prints."""
     return {
-        "arch": job.arch, "model": f"ViT-{size}, T = {T}, batch {job.batch}",
-        "case": ranking.case, "table": ranking.choice.table, "key": list(ranking.choice.key),
-        "gpu": ROOFS[job.arch].gpu, "time": "modelled, not measured",
+        "arch": job.arch,
+        "model": f"ViT-{size}, T = {T}, batch {job.batch}",
+        "case": ranking.case,
+        "table": ranking.choice.table,
+        "key": list(ranking.choice.key),
+        "gpu": ROOFS[job.arch].gpu,
+        "time": "modelled, not measured",
         "configs": [_row(row, row.config == ranking.default) for row in ranking.rows],
-    }  # fmt: skip
+    }
 
 
 def _row(row: Row, default: bool) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "config": list(row.config), "default": default, "error": row.error,
+        "config": list(row.config),
+        "default": default,
+        "error": row.error,
         "call_us": None if math.isinf(row.us) else round(row.us, 1),
-    }  # fmt: skip
+    }
     if not row.launches:
         return found
     kernels = [one.launch.kernel for one in row.launches]

@@ -41,10 +41,14 @@ Step = Callable[[], Any]
 SIZES = {"Ti": (192, 3), "S": (384, 6), "B": (768, 12), "L": (1024, 16)}  # width, heads
 # Tables whose kernel has another name.
 KERNELS = {
-    "layer_norm_fwd": "norm_fwd", "layer_norm_bwd": "norm_bwd", "rms_norm_fwd": "norm_fwd",
-    "rms_norm_bwd": "norm_bwd", "rope_bwd": "rope_norm_bwd", "gated_norm_fwd": "gate_norm_fwd",
+    "layer_norm_fwd": "norm_fwd",
+    "layer_norm_bwd": "norm_bwd",
+    "rms_norm_fwd": "norm_fwd",
+    "rms_norm_bwd": "norm_bwd",
+    "rope_bwd": "rope_norm_bwd",
+    "gated_norm_fwd": "gate_norm_fwd",
     "gated_norm_bwd": "gate_norm_bwd",
-}  # fmt: skip
+}
 
 
 def steps(size: str, T: int, batch: int) -> dict[str, Step]:
@@ -86,12 +90,15 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
         "mlp": lambda: run(mlp, x(), *parameters(*hidden), residual=x().float()),
         "proj": lambda: run(linear, x(), *parameters((C, C), (C,)), residual=x().float()),
         "layer_norm": lambda: run(
-            functools.partial(layer_norm_and_input, out_dtype=half), x().float(),
+            functools.partial(layer_norm_and_input, out_dtype=half),
+            x().float(),
             *parameters((C,), (C,)),
         ),
         "patch_embed": lambda: run(
-            patch_embed, torch.empty(batch, 3, 16 * side, 16 * side),
-            *parameters((C, 3, 16, 16), (C,)), prefix_tokens=torch.empty(1, T - side**2, C),
+            patch_embed,
+            torch.empty(batch, 3, 16 * side, 16 * side),
+            *parameters((C, 3, 16, 16), (C,)),
+            prefix_tokens=torch.empty(1, T - side**2, C),
             pos_embed=torch.empty(1, T, C),
         ),
         "rms_norm": lambda: run(
@@ -102,11 +109,13 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
             "rms_norm", **named(q_norm_weight=(C // H,), k_norm_weight=(C // H,))
         ),
         "gated_mlp, LayerNorm inside": lambda: run(
-            gated_mlp, x(), *parameters((F, C), (F,), (C, F), (C,)),
+            gated_mlp,
+            x(),
+            *parameters((F, C), (F,), (C, F), (C,)),
             **named(gate_weight=(F, C), gate_bias=(F,), norm_weight=(F,), norm_bias=(F,)),
             residual=x().float(),
         ),
-    }  # fmt: skip
+    }
     if is_narrow(half, C, C):
         cases["mlp, inference"] = infer
     return cases

@@ -109,11 +109,46 @@ FLOAT = {"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"}
 CONVERSIONS = {"MUFU", "I2F", "F2I", "F2F"}  # on the unit of special functions
 # Neither arithmetic nor logic: control, memory, and what other units do.
 ELSEWHERE = {
-    "BRA", "EXIT", "NOP", "BAR", "WARPSYNC", "BSSY", "BSYNC", "LDC", "ULDC", "S2R", "S2UR", "CS2R",
-    "SHFL", "LDG", "STG", "LDS", "STS", "LDSM", "STSM", "LDGSTS", "LDGDEPBAR", "DEPBAR", "HMMA",
-    "HGMMA", "IMAD", "WARPGROUP", "FENCE", "MEMBAR", "SYNCS", "UTMALDG", "UTMASTG", "LDL", "STL",
-    "R2UR", "ERRBAR", "CCTL", "ELECT", "VOTEU", "VOTE",
-}  # fmt: skip
+    "BRA",
+    "EXIT",
+    "NOP",
+    "BAR",
+    "WARPSYNC",
+    "BSSY",
+    "BSYNC",
+    "LDC",
+    "ULDC",
+    "S2R",
+    "S2UR",
+    "CS2R",
+    "SHFL",
+    "LDG",
+    "STG",
+    "LDS",
+    "STS",
+    "LDSM",
+    "STSM",
+    "LDGSTS",
+    "LDGDEPBAR",
+    "DEPBAR",
+    "HMMA",
+    "HGMMA",
+    "IMAD",
+    "WARPGROUP",
+    "FENCE",
+    "MEMBAR",
+    "SYNCS",
+    "UTMALDG",
+    "UTMASTG",
+    "LDL",
+    "STL",
+    "R2UR",
+    "ERRBAR",
+    "CCTL",
+    "ELECT",
+    "VOTEU",
+    "VOTE",
+}
 
 
 @dataclass(frozen=True)
@@ -160,9 +195,10 @@ def count(code: Iterable[Instruction]) -> Counts:
     kinds = Counter(one.kind for one in code)
     shared = [one for one in code if one.kind in ("LDS", "STS", "LDSM", "STSM")]
     integer = sum(
-        n for kind, n in kinds.items()
+        n
+        for kind, n in kinds.items()
         if kind not in ELSEWHERE | FLOAT | CONVERSIONS and not kind.startswith("U")
-    )  # fmt: skip
+    )
     return Counts(
         instructions=sum(n for kind, n in kinds.items() if kind != "NOP"),
         products=tuple((*shape, n) for shape, n in sorted(products.items())),

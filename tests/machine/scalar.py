@@ -38,11 +38,17 @@ class Op(NamedTuple):
 REGISTER = re.compile(r"%[a-z]+\d+")
 _WIDTH = re.compile(r"\.([subf])(8|16|32|64)\b")
 _COMPARE = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "lo": lambda a, b: a < b, "ls": lambda a, b: a <= b, "hi": lambda a, b: a > b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "lo": lambda a, b: a < b,
+    "ls": lambda a, b: a <= b,
+    "hi": lambda a, b: a > b,
     "hs": lambda a, b: a >= b,
-}  # fmt: skip
+}
 
 
 def _quotient(a: int, b: int) -> int | None:
@@ -54,11 +60,19 @@ def _remainder(a: int, b: int) -> int | None:
 
 
 _BINARY = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "div": _quotient, "rem": _remainder, "min": min, "max": max,
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-    "shl": lambda a, b: a << min(b, 64), "shr": lambda a, b: a >> min(b, 64),
-}  # fmt: skip
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": _quotient,
+    "rem": _remainder,
+    "min": min,
+    "max": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "shl": lambda a, b: a << min(b, 64),
+    "shr": lambda a, b: a >> min(b, 64),
+}
 SCALAR = {*_BINARY, "ld", "selp", "mov", "cvta", "cvt", "setp", "not", "neg", "abs", "bfe", "mad"}
 
 

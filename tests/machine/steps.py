@@ -37,9 +37,14 @@ from .attention_steps import HEAD_DIMS, backward
 
 
 def _blocks(
-    model: str, dtype: str = "bf16", batch: int = 64, depth: int = 2, train: bool = True,
-    recompute: bool = True, **arguments: Any,
-) -> Callable[[], None]:  # fmt: skip
+    model: str,
+    dtype: str = "bf16",
+    batch: int = 64,
+    depth: int = 2,
+    train: bool = True,
+    recompute: bool = True,
+    **arguments: Any,
+) -> Callable[[], None]:
     """A step of the model cut to two blocks, the second with drop path if any."""
 
     def step() -> None:
@@ -106,9 +111,13 @@ def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, prefix: int, norm: str
 def _rope() -> None:
     """Queries and keys of a packed qkv: both pairings, each norm, whole and partly turned heads."""
     for H, D, R, norm in (
-        (12, 64, 64, None), (12, 64, 64, "layer_norm"), (16, 64, 60, None), (16, 80, 80, None),
-        (12, 64, 64, "rms_norm"), (16, 128, 128, "layer_norm"),
-    ):  # fmt: skip
+        (12, 64, 64, None),
+        (12, 64, 64, "layer_norm"),
+        (16, 64, 60, None),
+        (16, 80, 80, None),
+        (12, 64, 64, "rms_norm"),
+        (16, 128, 128, "layer_norm"),
+    ):
         qkv = torch.empty(64, 201, 3, H, D, dtype=torch.bfloat16)
         q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
         cos, sin = torch.empty(196, 2 * R).split(R, 1)
@@ -126,9 +135,12 @@ def _learnt_tables() -> None:
 def _rope_attention() -> None:
     """The projection, both pairings, each norm and attention as one, short and long T."""
     for T, H, D, norm in (
-        (201, 12, 64, None), (261, 16, 64, "layer_norm"), (1025, 16, 64, None),
-        (201, 12, 64, "rms_norm"), (201, 16, 80, None),
-    ):  # fmt: skip
+        (201, 12, 64, None),
+        (261, 16, 64, "layer_norm"),
+        (1025, 16, 64, None),
+        (201, 12, 64, "rms_norm"),
+        (201, 16, 80, None),
+    ):
         C = H * D
         x = torch.empty(64, T, C, dtype=torch.bfloat16, requires_grad=True)
         params = [x.new_empty(shape).requires_grad_() for shape in ((3 * C, C), (3 * C,))]
@@ -255,8 +267,14 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
     "ViT-H/14, D=80, activations stored": _blocks("vit_huge_patch14_224", recompute=False),
     "SigLIP so400m/14, D=72, dropout": _blocks(
-        "vit_large_patch14_224", embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh",
-        class_token=False, global_pool="avg", pre_norm=True, attn_drop_rate=0.1,
+        "vit_large_patch14_224",
+        embed_dim=1152,
+        mlp_ratio=4304 / 1152,
+        act_layer="gelu_tanh",
+        class_token=False,
+        global_pool="avg",
+        pre_norm=True,
+        attn_drop_rate=0.1,
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "masked attention": attention_steps.masked_attention,
@@ -273,15 +291,25 @@ CASES: dict[str, Callable[[], None]] = {
         f"attention, D={D}, masks and dropout": functools.partial(attention_steps.dropped, D)
         for D in HEAD_DIMS
     },
-    **{f"attention, D={D}": functools.partial(attention_steps.wide_heads, D)
-       for D in attention_steps.WIDE_HEAD_DIMS},
+    **{
+        f"attention, D={D}": functools.partial(attention_steps.wide_heads, D)
+        for D in attention_steps.WIDE_HEAD_DIMS
+    },
     "attention, few queries": attention_steps.few_queries,
-}  # fmt: skip
+}
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
-    "ViT-Ti/16, one image", "ViT-B/16, fp16", "masked attention", "masks in fp32", "learnt bias",
-    "narrow MLP", "attention, few queries",
-    "attention configs", "attention, one image", "rotary attention", "packed sequences",
+    "ViT-Ti/16, one image",
+    "ViT-B/16, fp16",
+    "masked attention",
+    "masks in fp32",
+    "learnt bias",
+    "narrow MLP",
+    "attention, few queries",
+    "attention configs",
+    "attention, one image",
+    "rotary attention",
+    "packed sequences",
     *(f"attention, D={D}" for D in (*HEAD_DIMS, *attention_steps.WIDE_HEAD_DIMS)),
     *(f"attention, D={D}, masks and dropout" for D in HEAD_DIMS),
-}  # fmt: skip
+}

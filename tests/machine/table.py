@@ -14,9 +14,20 @@ from .resources import GATED
 
 Key = tuple[str, str, str, str]  # arch, kernel, config, pointers
 COLUMNS = (
-    "arch", "kernel", "config", "pointers", "registers", "spills", "shared", "warps/SM",
-    "tensor cores", "async copies", "hot loop", "waits/HGMMA", "useful",
-)  # fmt: skip
+    "arch",
+    "kernel",
+    "config",
+    "pointers",
+    "registers",
+    "spills",
+    "shared",
+    "warps/SM",
+    "tensor cores",
+    "async copies",
+    "hot loop",
+    "waits/HGMMA",
+    "useful",
+)
 
 
 def _key(kernel: Examined) -> Key:
@@ -59,8 +70,9 @@ def write_table(kernels: Iterable[Examined], path: Path) -> None:
         for key, k in worst(kernels).items():
             warps = "" if k.warps_per_sm is None else k.warps_per_sm
             model = k.hot_loop, k.products, "" if k.useful is None else f"{k.useful:.2f}"
-            rows.writerow((*key, k.registers, k.spills, k.shared, warps, k.tensor_cores, k.copies,
-                           *model))  # fmt: skip
+            rows.writerow(
+                (*key, k.registers, k.spills, k.shared, warps, k.tensor_cores, k.copies, *model)
+            )
 
 
 def read_table(path: Path) -> dict[Key, dict[str, str]]:

@@ -101,8 +101,11 @@ def compiled(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder), json.dumps(KERNELS)],
-        env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -16,10 +16,21 @@ from tests.machine import __main__ as command, gate
 from tests.machine.examine import Examined
 
 KERNEL = Examined(
-    kernel="layer_norm_fwd", config="BLOCK_C=1024 w4 s3", dtypes="bf16,fp32", arch="sm_80",
-    registers=64, spills=0, shared=16, shared_limit=1024, warps_per_sm=16, tensor_cores="",
-    needs_tensor_cores=False, copies="", seconds=0.0, key="k",
-)  # fmt: skip
+    kernel="layer_norm_fwd",
+    config="BLOCK_C=1024 w4 s3",
+    dtypes="bf16,fp32",
+    arch="sm_80",
+    registers=64,
+    spills=0,
+    shared=16,
+    shared_limit=1024,
+    warps_per_sm=16,
+    tensor_cores="",
+    needs_tensor_cores=False,
+    copies="",
+    seconds=0.0,
+    key="k",
+)
 DIGESTS = {"0a", "1a", "2a", "fa"}
 
 

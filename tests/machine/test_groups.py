@@ -106,8 +106,10 @@ def test_each_role_has_its_own_code_and_branches():
     assert has_roles(kernel) and not has_roles(Ptx(PTX.replace("brx.idx", "add.s32")))
     first, second, loader = found = roles(_code(), kernel)
     assert [(r.warps, r.thread, r.computes) for r in found] == [
-        (4, 0, True), (4, 128, True), (1, 128, False)
-    ]  # fmt: skip
+        (4, 0, True),
+        (4, 128, True),
+        (1, 128, False),
+    ]
     wanted = {"HGMMA": 1, "UTMALDG": 0}, {"HGMMA": 1, "UTMALDG": 0}, {"HGMMA": 0, "UTMALDG": 1}
     for role, kinds in zip(found, wanted, strict=True):
         assert {k: sum(i.kind == k for i in role.code) for k in kinds} == kinds

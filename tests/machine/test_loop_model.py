@@ -47,17 +47,30 @@ def test_a_tensor_core_takes_its_rate():
 
 
 COUNTS = sass.Counts(
-    instructions=50, products=(("HMMA", 16, 8, 16, 2),), special=3, fp32=10, integer=7,
-    shared_bytes=512, async_bytes=256, barriers=1, waits=0, operand_bytes=128,
-)  # fmt: skip
+    instructions=50,
+    products=(("HMMA", 16, 8, 16, 2),),
+    special=3,
+    fp32=10,
+    integer=7,
+    shared_bytes=512,
+    async_bytes=256,
+    barriers=1,
+    waits=0,
+    operand_bytes=128,
+)
 
 
 def test_each_unit_takes_its_rate():
     """Of 32 lanes: 4 special functions, 16 of the ALU, 16 or 32 of fp32 and 32 bytes a cycle."""
     found = unit_cycles(COUNTS, A100)
     assert found == {
-        "tensor": 16.0, "issue": 50.0, "MUFU": 24.0, "fp32": 20.0, "ALU": 14.0, "shared": 28.0
-    }  # fmt: skip
+        "tensor": 16.0,
+        "issue": 50.0,
+        "MUFU": 24.0,
+        "fp32": 20.0,
+        "ALU": 14.0,
+        "shared": 28.0,
+    }
     assert unit_cycles(COUNTS, H200)["fp32"] == 10.0
     assert bound(found) == "issue"
 
@@ -69,10 +82,15 @@ def test_a_launch_takes_its_waves_its_bytes_and_its_longest_part():
     """300 programs of 8 warps on 132 SMs: the busiest has 3, whose warps four sub-cores share."""
     found = launch_time(DONE, H200, programs=300, num_warps=8, resident=1, tensor_bytes=4.3e6)
     cycle = 1e-3 / H200.ghz
-    assert found.parts == pytest.approx({
-        "tensor": 1000 * 3 * 2 * cycle, "issue": 400 * 3 * 2 * cycle, "chain": 5000 * 3 * cycle,
-        "L2": 300 * 6e5 / 10240 * cycle, "HBM": 1.0,
-    })  # fmt: skip
+    assert found.parts == pytest.approx(
+        {
+            "tensor": 1000 * 3 * 2 * cycle,
+            "issue": 400 * 3 * 2 * cycle,
+            "chain": 5000 * 3 * cycle,
+            "L2": 300 * 6e5 / 10240 * cycle,
+            "HBM": 1.0,
+        }
+    )
     assert found.bound == "L2" and found.multiply_adds == 300e6 and not found.guessed
     assert found.us == pytest.approx(LAUNCH + sum(x**3 for x in found.parts.values()) ** (1 / 3))
     two = launch_time(DONE, H200, programs=300, num_warps=8, resident=2, tensor_bytes=4.3e6)
@@ -150,9 +168,12 @@ def test_useful_products_are_those_of_the_mathematics():
     attention = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
     one = 2 * 3 * 5 * 7 * 4
     products = {  # Q K^T and P V; with dP, dV, dK, dQ in the backward; a bias needs P and dP
-        "attention_fwd": 2, "attention_bwd_one_pass": 5, "attention_bwd_dq": 3,
-        "attention_bwd_dkdv": 4, "attention_bwd_bias": 2,
-    }  # fmt: skip
+        "attention_fwd": 2,
+        "attention_bwd_one_pass": 5,
+        "attention_bwd_dq": 3,
+        "attention_bwd_dkdv": 4,
+        "attention_bwd_bias": 2,
+    }
     assert {k: useful_products(k, attention) for k in products} == {
         kernel: n * one for kernel, n in products.items()
     }
@@ -222,11 +243,13 @@ def test_a_loop_that_waits_for_each_product_is_a_fault(waits, products, found):
 
 
 def _dot(version, down, across, M, N, rows, columns):
-    return _code(ttgir=(
-        f"#mma = #ttg.nvidia_mma<{{versionMajor = {version}, versionMinor = 0, "
-        f"warpsPerCTA = [{down}, {across}], instrShape = [{M}, {N}, 16]}}>\n"
-        f"%9 = tt.dot %1, %2, %3 : x -> tensor<{rows}x{columns}xf32, #mma>\n"
-    ))  # fmt: skip
+    return _code(
+        ttgir=(
+            f"#mma = #ttg.nvidia_mma<{{versionMajor = {version}, versionMinor = 0, "
+            f"warpsPerCTA = [{down}, {across}], instrShape = [{M}, {N}, 16]}}>\n"
+            f"%9 = tt.dot %1, %2, %3 : x -> tensor<{rows}x{columns}xf32, #mma>\n"
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,9 +418,10 @@ def test_a_trace_has_the_code_of_each_kernel_once(monkeypatch):
     monkeypatch.setattr(launches, "keep_remarks", lambda *what: kept.append(what))
     monkeypatch.setattr(launches, "inspect", lambda compiled, target, kernel: kernel)
     compiled = SimpleNamespace(
-        asm={"ttgir": ""}, metadata=SimpleNamespace(num_warps=8),
+        asm={"ttgir": ""},
+        metadata=SimpleNamespace(num_warps=8),
         src=SimpleNamespace(signature={"x": "*fp32", "sizes": ("i32", "*fp32"), "B": "constexpr"}),
-    )  # fmt: skip
+    )
     x = torch.empty(3, 5)
     given = {"x": x, "sizes": (7, x[:1]), "B": 16}
     launch = aot.Launch(SimpleNamespace(key="k"), compiled, (3,), given)
@@ -444,15 +468,24 @@ def test_the_steps_that_are_ranked_are_what_their_names_say(monkeypatch):
     given = {name: found[0][1] for name, found in calls.items()}
     assert given["rope"]["norm"] is None and given["rope, normed heads"]["norm"] == "rms_norm"
     assert given["attention, causal"]["is_causal"] and given["rope"]["prefix_tokens"] == 1
-    masks = {n: given[f"attention, {n}"]["attn_mask"] for n in (
-        "mask of keys", "boolean mask", "additive mask", "learnt bias"
-    )}  # fmt: skip
+    masks = {
+        n: given[f"attention, {n}"]["attn_mask"]
+        for n in ("mask of keys", "boolean mask", "additive mask", "learnt bias")
+    }
     assert {n: (tuple(m.shape), m.dtype is torch.bool) for n, m in masks.items()} == {
-        "mask of keys": ((1, 1, 1, 17), True), "boolean mask": ((17, 17), True),
-        "additive mask": ((17, 17), False), "learnt bias": ((1, 3, 17, 17), False),
-    }  # fmt: skip
+        "mask of keys": ((1, 1, 1, 17), True),
+        "boolean mask": ((17, 17), True),
+        "additive mask": ((17, 17), False),
+        "learnt bias": ((1, 3, 17, 17), False),
+    }
     assert masks["learnt bias"].requires_grad and not masks["additive mask"].requires_grad
     assert given["mlp"]["x"].requires_grad and not given["mlp, inference"]["x"].requires_grad
     functions = {found[0][0] for found in calls.values()}
-    assert functions >= {"mlp", "linear", "layer_norm_and_input", "rms_norm_and_input",
-                         "patch_embed", "gated_mlp"}  # fmt: skip
+    assert functions >= {
+        "mlp",
+        "linear",
+        "layer_norm_and_input",
+        "rms_norm_and_input",
+        "patch_embed",
+        "gated_mlp",
+    }

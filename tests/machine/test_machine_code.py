@@ -87,10 +87,21 @@ def test_a_branch_under_a_predicate_may_fall_through(branch):
 
 def test_sass_classes():
     """Of each unit, and what is on none of them."""
-    lines = ["IMAD R1, R2, R3, R4", "FADD R1, R2, R3", "I2F R1, R2", "MUFU.RCP R1, R2", "NOP",
-             "IADD3 R1, R2, R3, R4", "LOP3.LUT R1, R2, R3, R4", "UIADD3 UR4, UR5, UR6, URZ",
-             "LDS.U16 R1, [R2]", "STS.64 [R1], R2", "LDSM.16.M88.2 R1, [R2]", "LDG.E R1, R2",
-             "HMMA.16816.F32.BF16 R1, R2, R3, R4"]  # fmt: skip
+    lines = [
+        "IMAD R1, R2, R3, R4",
+        "FADD R1, R2, R3",
+        "I2F R1, R2",
+        "MUFU.RCP R1, R2",
+        "NOP",
+        "IADD3 R1, R2, R3, R4",
+        "LOP3.LUT R1, R2, R3, R4",
+        "UIADD3 UR4, UR5, UR6, URZ",
+        "LDS.U16 R1, [R2]",
+        "STS.64 [R1], R2",
+        "LDSM.16.M88.2 R1, [R2]",
+        "LDG.E R1, R2",
+        "HMMA.16816.F32.BF16 R1, R2, R3, R4",
+    ]
     text = "\n".join(f"/*{16 * i:04x}*/ {line} ;" for i, line in enumerate(lines))
     counts = sass.count(sass.instructions(text))
     assert (counts.instructions, counts.fp32, counts.special, counts.integer) == (12, 2, 2, 2)

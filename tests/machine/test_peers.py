@@ -45,9 +45,12 @@ print(json.dumps([launch.kernel.config for launch in trace.launches]))
 def _printed(program, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=environment, capture_output=True,
-        text=True, timeout=3600,
-    )  # fmt: skip
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -213,9 +216,15 @@ print(json.dumps({
 def test_the_model_is_near_what_an_h100_measured():
     """bench/results/h100-80gb-hbm3, by that GPU's copies and clock; ours, ViT-B."""
     measured = {
-        "fc1": 553, "fc1 in roles": 451, "proj": 189, "fc2": 408, "hidden gradient": 764,
-        "hidden gradient in roles": 487, "attention, T = 197": 118, "attention, T = 577": 141,
-    }  # fmt: skip
+        "fc1": 553,
+        "fc1 in roles": 451,
+        "proj": 189,
+        "fc2": 408,
+        "hidden gradient": 764,
+        "hidden gradient in roles": 487,
+        "attention, T = 197": 118,
+        "attention, T = 577": 141,
+    }
     assert _printed(MEASURED_PROGRAM) == pytest.approx(measured, rel=0.2)
 
 

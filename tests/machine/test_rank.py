@@ -82,10 +82,19 @@ def test_a_row_of_a_ranking_sums_its_kernels():
     launches = [launch(3.0, 64, 8, 16, "ALU", 0.5), launch(4.5, 128, 0, 32, "HBM", 0.25)]
     found = rank._row(ranking.Row((1, 2), 9.0, launches), True)
     assert found == {
-        "config": [1, 2], "default": True, "error": "", "call_us": 9.0, "kernel_us": 7.5,
-        "bound": "HBM", "parts_us": {"ALU": 4.5}, "useful": 0.25, "registers": 128, "spills": 8,
-        "warps_per_sm": 16, "faults": [],
-    }  # fmt: skip
+        "config": [1, 2],
+        "default": True,
+        "error": "",
+        "call_us": 9.0,
+        "kernel_us": 7.5,
+        "bound": "HBM",
+        "parts_us": {"ALU": 4.5},
+        "useful": 0.25,
+        "registers": 128,
+        "spills": 8,
+        "warps_per_sm": 16,
+        "faults": [],
+    }
     cells = ("default", "9", "8", "HBM", "25%", "128", "8", "16", "0", "1,2")
     assert rank._cells(found) == cells and len(cells) == len(rank.HEADER)
     failed = rank._row(ranking.Row((3,), math.inf, [], "no"), False)

@@ -13,18 +13,33 @@ from tests.machine.loop_model import ROOFS
 from tests.machine.resources import REGISTERS_PER_SM, SMS, Kernel, _warps_per_sm
 
 KERNEL = Kernel(
-    kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
-    spills=0, shared=98304, shared_limit=TARGETS["sm_90"].shared_limit, warps_per_sm=16,
-    tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async", seconds=0.5, key="k",
-)  # fmt: skip
+    kernel="linear_fwd",
+    config="BLOCK_M=128 w8 s3",
+    dtypes="bf16",
+    arch="sm_90",
+    registers=128,
+    spills=0,
+    shared=98304,
+    shared_limit=TARGETS["sm_90"].shared_limit,
+    warps_per_sm=16,
+    tensor_cores="wgmma",
+    needs_tensor_cores=True,
+    copies="cp.async",
+    seconds=0.5,
+    key="k",
+)
 
 
 def test_limits_are_the_programming_guides():
     """Shared memory of an SM in KB, warps, blocks; a block has all of it but 1 KB."""
     guide = {
-        "sm_80": (164, 64, 32), "sm_86": (100, 48, 16), "sm_89": (100, 48, 24),
-        "sm_90": (228, 64, 32), "sm_100": (228, 64, 32), "sm_120": (100, 48, 24),
-    }  # fmt: skip
+        "sm_80": (164, 64, 32),
+        "sm_86": (100, 48, 16),
+        "sm_89": (100, 48, 24),
+        "sm_90": (228, 64, 32),
+        "sm_100": (228, 64, 32),
+        "sm_120": (100, 48, 24),
+    }
     nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
     assert guide == {n: (sm.shared // 1024, sm.warps, sm.blocks) for n, sm in SMS.items()}
     assert all(t.shared_limit == SMS[name].shared - 1024 for name, t in nvidia.items())
@@ -68,10 +83,12 @@ def test_a_kernel_is_told_of_its_code(monkeypatch):
         fn=SimpleNamespace(params=parameters), constants=constants, signature=signature
     )
     asm = {
-        "ttgir": "", "ttir": "%3 = tt.dot %1, %2 : tensor<64x32xf16>", "cubin": b"",
+        "ttgir": "",
+        "ttir": "%3 = tt.dot %1, %2 : tensor<64x32xf16>",
+        "cubin": b"",
         "ptx": "wgmma.mma_async.sync; mma.sync.aligned; cp.async.cg.shared;",
         "amdgcn": ".vgpr_count: 40\n.vgpr_spill_count: 2\nv_mfma_f32 global_load_lds_dword",
-    }  # fmt: skip
+    }
     compiled = SimpleNamespace(asm=asm, metadata=SimpleNamespace(**metadata), src=source)
     monkeypatch.setattr(resources, "_nvidia_usage", lambda cubin: (96, 8))
     label = aot._label(compiled)
@@ -79,9 +96,14 @@ def test_a_kernel_is_told_of_its_code(monkeypatch):
     one = aot.Kernel("norm_fwd", *label, "sm_90", 2048, 227 * 1024, 1.5, "its key")
     kernel = resources.inspect(compiled, TARGETS["sm_90"], one)
     assert kernel == Kernel(
-        **vars(one), registers=96, spills=8, warps_per_sm=16,
-        tensor_cores="wgmma+mma", needs_tensor_cores=True, copies="cp.async",
-    )  # fmt: skip
+        **vars(one),
+        registers=96,
+        spills=8,
+        warps_per_sm=16,
+        tensor_cores="wgmma+mma",
+        needs_tensor_cores=True,
+        copies="cp.async",
+    )
     kernel = resources.inspect(compiled, TARGETS["gfx942"], one)
     assert (kernel.registers, kernel.spills, kernel.tensor_cores) == (40, 8, "mfma")
     assert kernel.copies == "direct to LDS" and kernel.warps_per_sm is None

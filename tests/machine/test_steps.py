@@ -60,9 +60,11 @@ def called(monkeypatch):
 
 def masks(B, T, *kinds):
     of = {
-        "keys": (torch.bool, B, 1, 1, T), "pairs": (torch.bool, T, T), "add": (HALF, B, 1, 1, T),
+        "keys": (torch.bool, B, 1, 1, T),
+        "pairs": (torch.bool, T, T),
+        "add": (HALF, B, 1, 1, T),
         "add pairs": (HALF, T, T),
-    }  # fmt: skip
+    }
     return [(of.get(kind), kind == "causal") for kind in kinds]
 
 
@@ -94,17 +96,20 @@ def test_wide_heads_and_few_queries(called):
         assert called(f"attention, D={D}") == forms(64, 197, D, ["none", "causal"])
     assert called("attention, few queries") == {
         (64, T_q, T_kv, D, HALF, None, False, 0.0)
-        for D in (32, 64, 128) for T_q in (1, 16, 64) for T_kv in (197, 1025)
-    }  # fmt: skip
+        for D in (32, 64, 128)
+        for T_q in (1, 16, 64)
+        for T_kv in (197, 1025)
+    }
 
 
 def test_masks_of_other_lengths(called):
     found = called("masked attention")
     assert {form[:5] for form in found} == {(8, 197, 257, 64, HALF)}
     assert {form[5:] for form in found} == {
-        ((torch.bool, 197, 257), False, 0.0), ((HALF, 8, 1, 1, 257), False, 0.0),
+        ((torch.bool, 197, 257), False, 0.0),
+        ((HALF, 8, 1, 1, 257), False, 0.0),
         (None, True, 0.0),
-    }  # fmt: skip
+    }
 
 
 def test_masks_in_fp32(called):
@@ -131,11 +136,15 @@ def test_a_learnt_bias(called):
     where it fits."""
     found = called("learnt bias")
     assert {(form[3], form[4]) for form in found} == {
-        *((D, HALF) for D in (32, 64, 80, 96, 128)), (64, SINGLE), (32, SINGLE),
-    }  # fmt: skip
+        *((D, HALF) for D in (32, 64, 80, 96, 128)),
+        (64, SINGLE),
+        (32, SINGLE),
+    }
     assert {(form[4], form[5][0]) for form in found} == {
-        (HALF, SINGLE), (HALF, HALF), (SINGLE, SINGLE)
-    }  # fmt: skip
+        (HALF, SINGLE),
+        (HALF, HALF),
+        (SINGLE, SINGLE),
+    }
     assert {form[5][1] for form in found} == {1, 25, 64}
     by_dropout = Counter((form[:6], form[7] > 0) for form in found)
     for form in {form[:6] for form in found}:
@@ -166,21 +175,31 @@ def test_patches(monkeypatch):
         steps.CASES["patches"]()
     image, video, byte = (64, 3, 224, 224), (8, 3, 16, 224, 224), torch.uint8
     assert found == {
-        (image, byte, (16, 16), 0, False), (image, byte, (14, 14), 0, False),
-        (image, byte, (16, 16), 49, False), (image, HALF, (16, 16), 49, True),
-        (image, SINGLE, (16, 16), 49, False), (video, SINGLE, (2, 16, 16), 160, False),
-        (video, HALF, (2, 16, 16), 0, True), (video, byte, (2, 14, 14), 0, False),
-    }  # fmt: skip
+        (image, byte, (16, 16), 0, False),
+        (image, byte, (14, 14), 0, False),
+        (image, byte, (16, 16), 49, False),
+        (image, HALF, (16, 16), 49, True),
+        (image, SINGLE, (16, 16), 49, False),
+        (video, SINGLE, (2, 16, 16), 160, False),
+        (video, HALF, (2, 16, 16), 0, True),
+        (video, byte, (2, 14, 14), 0, False),
+    }
 
 
 def test_each_case_is_there_once():
     functions = [getattr(case, "func", case) for case in steps.CASES.values()]
-    by_dim = {attention_steps.heads: HEAD_DIMS, attention_steps.dropped: HEAD_DIMS,
-              attention_steps.wide_heads: (136, 160, 192, 256)}  # fmt: skip
+    by_dim = {
+        attention_steps.heads: HEAD_DIMS,
+        attention_steps.dropped: HEAD_DIMS,
+        attention_steps.wide_heads: (136, 160, 192, 256),
+    }
     plain = [f for f in functions if f not in by_dim and f.__name__ != "step"]
     assert len(plain) == len(set(plain)) == 16
     for make, wanted in by_dim.items():
-        dims = [c.args[0] for c in steps.CASES.values()
-                if isinstance(c, functools.partial) and c.func is make]  # fmt: skip
+        dims = [
+            c.args[0]
+            for c in steps.CASES.values()
+            if isinstance(c, functools.partial) and c.func is make
+        ]
         assert tuple(dims) == wanted
     assert steps.CASES.keys() >= steps.LISTED_ONLY

@@ -9,10 +9,21 @@ from tests.machine.examine import Examined
 from tests.machine.table import COLUMNS, compare, read_table, worst, write_table
 
 KERNEL = Examined(
-    kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90", registers=128,
-    spills=0, shared=98304, shared_limit=TARGETS["sm_90"].shared_limit, warps_per_sm=16,
-    tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async", seconds=0.5, key="k",
-)  # fmt: skip
+    kernel="linear_fwd",
+    config="BLOCK_M=128 w8 s3",
+    dtypes="bf16",
+    arch="sm_90",
+    registers=128,
+    spills=0,
+    shared=98304,
+    shared_limit=TARGETS["sm_90"].shared_limit,
+    warps_per_sm=16,
+    tensor_cores="wgmma",
+    needs_tensor_cores=True,
+    copies="cp.async",
+    seconds=0.5,
+    key="k",
+)
 SMALL = replace(KERNEL, config="BLOCK_M=64 w4 s3", registers=64, spills=4, shared=1025)
 
 
@@ -45,9 +56,11 @@ def test_a_row_shows_the_longest_loop_in_whatever_order_cases_were_compiled():
 
 def test_every_config_of_some_targets_has_a_row_and_every_kernel_of_the_others(table):
     rows = table(
-        replace(SMALL, arch="sm_100"), replace(KERNEL, arch="sm_100", tensor_cores="tcgen05"),
-        SMALL, replace(KERNEL, hot_loop="ALU 15", products="2/8", useful=0.256),
-    )  # fmt: skip
+        replace(SMALL, arch="sm_100"),
+        replace(KERNEL, arch="sm_100", tensor_cores="tcgen05"),
+        SMALL,
+        replace(KERNEL, hot_loop="ALU 15", products="2/8", useful=0.256),
+    )
     wanted = [
         "sm_90,linear_fwd,BLOCK_M=128 w8 s3,bf16,128,0,98304,16,wgmma,cp.async,ALU 15,2/8,0.26",
         "sm_90,linear_fwd,BLOCK_M=64 w4 s3,bf16,64,4,1025,16,wgmma,cp.async,,,",

@@ -20,15 +20,58 @@ from torch.overrides import TorchFunctionMode
 
 # Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
 TIMM_FILES = (
-    "beit", "cait", "coat", "convit", "crossvit", "davit", "deepseek_vit", "deit", "edgenext",
-    "efficientformer", "efficientformer_v2", "efficientvit_mit", "efficientvit_msra", "eva",
-    "fastvit", "focalnet", "gcvit", "gemma4_vit", "hiera", "hieradet_sam2", "iformer", "levit",
-    "lowformer", "maxxvit", "metaformer", "mlp_mixer", "mobilevit", "mvitv2", "naflexvit", "nest",
-    "nextvit", "pit", "pvt_v2", "qwen3_vit", "sequencer", "shvit", "swiftformer",
-    "swin_transformer", "swin_transformer_v2", "swin_transformer_v2_cr", "tiny_vit", "tnt",
-    "twins", "visformer", "vision_transformer", "vision_transformer_hybrid",
-    "vision_transformer_relpos", "vision_transformer_sam", "vitamin", "volo", "xcit",
-)  # fmt: skip
+    "beit",
+    "cait",
+    "coat",
+    "convit",
+    "crossvit",
+    "davit",
+    "deepseek_vit",
+    "deit",
+    "edgenext",
+    "efficientformer",
+    "efficientformer_v2",
+    "efficientvit_mit",
+    "efficientvit_msra",
+    "eva",
+    "fastvit",
+    "focalnet",
+    "gcvit",
+    "gemma4_vit",
+    "hiera",
+    "hieradet_sam2",
+    "iformer",
+    "levit",
+    "lowformer",
+    "maxxvit",
+    "metaformer",
+    "mlp_mixer",
+    "mobilevit",
+    "mvitv2",
+    "naflexvit",
+    "nest",
+    "nextvit",
+    "pit",
+    "pvt_v2",
+    "qwen3_vit",
+    "sequencer",
+    "shvit",
+    "swiftformer",
+    "swin_transformer",
+    "swin_transformer_v2",
+    "swin_transformer_v2_cr",
+    "tiny_vit",
+    "tnt",
+    "twins",
+    "visformer",
+    "vision_transformer",
+    "vision_transformer_hybrid",
+    "vision_transformer_relpos",
+    "vision_transformer_sam",
+    "vitamin",
+    "volo",
+    "xcit",
+)
 
 
 class _RatesOnCpu(TorchFunctionMode):
@@ -124,8 +167,12 @@ def torchvision_small() -> tuple[nn.Module, Tensor]:
 
 
 _HF_SMALL = dict(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=16,
-)  # fmt: skip
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=48,
+    patch_size=16,
+)
 _HF_WIDE = dict(intermediate_size=128, **_HF_SMALL)
 
 # name -> (model class, config class, settings of the small model)
@@ -138,46 +185,58 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dinov2": ("Dinov2Model", "Dinov2Config", _HF_SMALL),
     "dinov2_swiglu": ("Dinov2Model", "Dinov2Config", dict(use_swiglu_ffn=True, **_HF_SMALL)),
     "dinov2_with_registers": (
-        "Dinov2WithRegistersModel", "Dinov2WithRegistersConfig",
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersConfig",
         dict(num_register_tokens=4, **_HF_SMALL),
     ),
     "siglip": ("SiglipVisionModel", "SiglipVisionConfig", _HF_WIDE),
     "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", dict(num_patches=9, **_HF_WIDE)),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", _HF_WIDE),
     "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTConfig", _HF_WIDE),
-    "dinov3_vit_gated": (
-        "DINOv3ViTModel", "DINOv3ViTConfig", dict(use_gated_mlp=True, **_HF_WIDE)
-    ),
+    "dinov3_vit_gated": ("DINOv3ViTModel", "DINOv3ViTConfig", dict(use_gated_mlp=True, **_HF_WIDE)),
     "beit": ("BeitModel", "BeitConfig", dict(use_relative_position_bias=True, **_HF_WIDE)),
     "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", _HF_WIDE),
     "internvl": (
-        "InternVLVisionModel", "InternVLVisionConfig",
+        "InternVLVisionModel",
+        "InternVLVisionConfig",
         _HF_WIDE | dict(image_size=(48, 48), patch_size=(16, 16)),
     ),
     "internvl_6b": (
-        "InternVLVisionModel", "InternVLVisionConfig",
-        _HF_WIDE | dict(
-            image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"
-        ),
+        "InternVLVisionModel",
+        "InternVLVisionConfig",
+        _HF_WIDE
+        | dict(image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"),
     ),
     "mlcd": ("MLCDVisionModel", "MLCDVisionConfig", _HF_WIDE),
     "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
     "gemma4": (
-        "Gemma4VisionModel", "Gemma4VisionConfig",
+        "Gemma4VisionModel",
+        "Gemma4VisionConfig",
         dict(
-            num_key_value_heads=2, head_dim=32, patch_size=16, position_embedding_size=8,
+            num_key_value_heads=2,
+            head_dim=32,
+            patch_size=16,
+            position_embedding_size=8,
             **{k: v for k, v in _HF_WIDE.items() if k not in ("image_size", "patch_size")},
         ),
     ),
     "vjepa2": (
-        "VJEPA2Model", "VJEPA2Config",
+        "VJEPA2Model",
+        "VJEPA2Config",
         dict(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2.0,
-            crop_size=48, patch_size=16, frames_per_clip=4, pred_hidden_size=64,
-            pred_num_hidden_layers=1, pred_num_attention_heads=2,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            mlp_ratio=2.0,
+            crop_size=48,
+            patch_size=16,
+            frames_per_clip=4,
+            pred_hidden_size=64,
+            pred_num_hidden_layers=1,
+            pred_num_attention_heads=2,
         ),
     ),
-}  # fmt: skip
+}
 
 
 def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -236,12 +295,15 @@ def hf_names() -> list[str]:
             continue
         module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
         found |= {
-            name for name, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
-            and value.__module__ == module.__name__ and hasattr(transformers, name)
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type)
+            and issubclass(value, transformers.PreTrainedModel)
+            and value.__module__ == module.__name__
+            and hasattr(transformers, name)
             and value.main_input_name == "pixel_values"
             and "pixel_values" in inspect.signature(value.forward).parameters
-        }  # fmt: skip
+        }
     return sorted(found, key=lambda name: ("For" in name, name))
 
 

@@ -221,9 +221,11 @@ def _row(host: str, name: str, verify: Verifier | None, forms: dict[Any, Row] | 
 
 
 def rows(
-    prefixes: tuple[str, ...], verify: Verifier | None, hosts: Sequence[str] = HOSTS,
+    prefixes: tuple[str, ...],
+    verify: Verifier | None,
+    hosts: Sequence[str] = HOSTS,
     one_of_each: bool = False,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """A row for each model of these hosts whose name begins with one of the prefixes.
 
     Args:
@@ -259,9 +261,10 @@ def counts(found: Sequence[Row]) -> Iterator[str]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.model_coverage", description=__doc__,
+        prog="python -m tests.model_coverage",
+        description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--out", type=Path, default=TABLE, metavar="FILE", help="file to write")
     parser.add_argument(
         "--verify", action="store_true", help="run small models beside the host's (slow)"
@@ -276,9 +279,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--forms", action="store_true", help="run one of the models that differ in sizes alone"
     )
     parser.add_argument(
-        "--backends", nargs="*", choices=("auto", "torch"), default=["auto", "torch"],
+        "--backends",
+        nargs="*",
+        choices=("auto", "torch"),
+        default=["auto", "torch"],
         help="what --verify runs the 2x rule through; none: float64 alone",
-    )  # fmt: skip
+    )
     return parser
 
 

@@ -158,10 +158,13 @@ def test_randomize_moves_every_parameter():
 
 def test_a_layer_is_a_block_or_a_module():
     wanted = {
-        "dblocks.3.attn.qkv.bias": "dblocks.3", "dhead.bias": "dhead", "dnorm.weight": "dnorm",
-        "dstages.1.blocks.0.mlp.fc1.weight": "dstages.1.blocks.0", "dfc.0.weight": "dfc.0",
+        "dblocks.3.attn.qkv.bias": "dblocks.3",
+        "dhead.bias": "dhead",
+        "dnorm.weight": "dnorm",
+        "dstages.1.blocks.0.mlp.fc1.weight": "dstages.1.blocks.0",
+        "dfc.0.weight": "dfc.0",
         "dstem.2.1.bias": "dstem.2",
-    }  # fmt: skip
+    }
     assert {name: layer_of(name) for name in wanted} == wanted
 
 
@@ -203,10 +206,14 @@ def test_small_models_of_other_shapes_are_not_the_same():
     prints = [
         compare.fingerprint(m, x)
         for m, x in (
-            (nn.Linear(4, 4), X), (nn.Linear(4, 4), X[:1]), (nn.Linear(4, 5), X),
-            (nn.Linear(4, 4, bias=False), X), (nn.Linear(4, 4).eval(), X),
-            (nn.Sequential(nn.Linear(4, 4)), X), (nn.Linear(4, 4), {"x": X[0]}),
+            (nn.Linear(4, 4), X),
+            (nn.Linear(4, 4), X[:1]),
+            (nn.Linear(4, 5), X),
+            (nn.Linear(4, 4, bias=False), X),
+            (nn.Linear(4, 4).eval(), X),
+            (nn.Sequential(nn.Linear(4, 4)), X),
+            (nn.Linear(4, 4), {"x": X[0]}),
         )
-    ]  # fmt: skip
+    ]
     assert len(set(prints)) == len(prints)
     assert compare.fingerprint(nn.Linear(4, 4), X) == prints[0]

@@ -225,18 +225,23 @@ def _row(model, level="block", verified="", reason=""):
 
 def test_the_table_has_a_row_for_each_model(tmp_path):
     rows = [
-        _row("vit_a", verified="yes"), _row("vit_b", "parts", "as vit_a", "why"),
-        _row("vit_c", "none"), _row("swin", verified="float64"), _row("pit", verified="same parts"),
-        _row("deit", verified="as pit"), _row("cait", verified="WRONG (torch): dx: 3"),
-    ]  # fmt: skip
+        _row("vit_a", verified="yes"),
+        _row("vit_b", "parts", "as vit_a", "why"),
+        _row("vit_c", "none"),
+        _row("swin", verified="float64"),
+        _row("pit", verified="same parts"),
+        _row("deit", verified="as pit"),
+        _row("cait", verified="WRONG (torch): dx: 3"),
+    ]
     sweep.write_table(rows, tmp_path / "coverage.csv")
     lines = (tmp_path / "coverage.csv").read_text().splitlines()
     assert len(lines) == 8
     assert lines[2] == f"timm,{timm.__version__},vit_b,parts,as vit_a,why"
     other = sweep.Row("torchvision", "vit_b_16", "parts", "")
     assert list(sweep.counts([*rows, other])) == [
-        "timm: 5 block, 1 parts, 1 none", "torchvision: 1 parts"
-    ]  # fmt: skip
+        "timm: 5 block, 1 parts, 1 none",
+        "torchvision: 1 parts",
+    ]
     told = "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG"
     assert sweep._runs(rows) == told
 
@@ -271,8 +276,11 @@ def test_parts_that_failed_are_run_again(monkeypatch):
     verify = sweep.Verifier([])
     part = nn.Identity()
     assert [verify("timm", n, part) for n in ("wrong", "wrong", "right", "wrong")] == [
-        "WRONG: x", "WRONG: x", "float64", "same parts"
-    ]  # fmt: skip
+        "WRONG: x",
+        "WRONG: x",
+        "float64",
+        "same parts",
+    ]
     assert ran == ["wrong", "wrong", "right"]
 
 
@@ -322,10 +330,17 @@ def test_what_is_cut_of_a_configuration(narrow, shallow):
     """Widths by the factor, depths to two, every DropPath on; other numbers stay."""
     inner = SimpleNamespace(d_model=256, num_layers=6, to_dict=None, model_type="inner")
     config = SimpleNamespace(
-        hidden_size=768, intermediate_size=3072, small_dim=64, num_attention_heads=2,
-        num_hidden_layers=12, depths=(3, 1, 9), image_size=224, num_labels=1000, drop_path_rate=0.0,
+        hidden_size=768,
+        intermediate_size=3072,
+        small_dim=64,
+        num_attention_heads=2,
+        num_hidden_layers=12,
+        depths=(3, 1, 9),
+        image_size=224,
+        num_labels=1000,
+        drop_path_rate=0.0,
         inner=inner,
-    )  # fmt: skip
+    )
     shrink._shrink(config, narrow, shallow)
     assert (config.hidden_size, config.intermediate_size) == (768 // narrow, 3072 // narrow)
     assert (config.small_dim, inner.d_model) == (64, 256 // narrow)

@@ -26,9 +26,14 @@ def _images(batch=2, channels=3, size=16):
 def test_attention_maps_are_the_notebooks():
     reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
     model = _vit(
-        img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=2,
+        img_size=8,
+        patch_size=2,
+        in_chans=1,
+        num_classes=10,
+        embed_dim=32,
+        depth=2,
         representation_size=32,
-    )  # fmt: skip
+    )
     load_weights(model, reference.timm_state_dict())
     images = _images(3, 1, 8)
     maps = attention_maps(model, images)
@@ -132,10 +137,14 @@ def _hosts():
     timm = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
     yield "timm", lambda: build_model("timm:vit_tiny_patch16_224", **timm)
     layer = torch.nn.TransformerEncoderLayer
-    yield "torch.nn", lambda: torch.nn.TransformerEncoder(
-        layer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
-        2, enable_nested_tensor=False,
-    )  # fmt: skip
+    yield (
+        "torch.nn",
+        lambda: torch.nn.TransformerEncoder(
+            layer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
+            2,
+            enable_nested_tensor=False,
+        ),
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,26 @@ norm_of_large_eps = partial(nn.LayerNorm, eps=0.1)
 TIMM = {
     "GluMlp": (timm.layers.GluMlp, GluMlp, dict(act_layer=nn.GELU), dict(act_layer="gelu")),
     "GluMlp-norm": (
-        timm.layers.GluMlp, GluMlp, dict(act_layer=nn.SiLU, norm_layer=norm_of_large_eps),
+        timm.layers.GluMlp,
+        GluMlp,
+        dict(act_layer=nn.SiLU, norm_layer=norm_of_large_eps),
         dict(norm_layer=norm_of_large_eps),
     ),
     "SwiGLUPacked": (timm.layers.SwiGLUPacked, GluMlp, {}, dict(gate_last=False)),
     "SwiGLUPacked-no_bias": (
-        timm.layers.SwiGLUPacked, GluMlp, dict(bias=False), dict(gate_last=False, bias=False),
+        timm.layers.SwiGLUPacked,
+        GluMlp,
+        dict(bias=False),
+        dict(gate_last=False, bias=False),
     ),
     "SwiGLU": (timm.layers.SwiGLU, SwiGLU, dict(align_to=6), dict(align_to=6)),  # as it is
     "SwiGLU-norm-align8": (
-        timm.layers.SwiGLU, SwiGLU, dict(norm_layer=norm_of_large_eps, align_to=8),
+        timm.layers.SwiGLU,
+        SwiGLU,
+        dict(norm_layer=norm_of_large_eps, align_to=8),
         dict(norm_layer=norm_of_large_eps, align_to=8),
     ),
-}  # fmt: skip
+}
 
 
 def _randomised(module: nn.Module) -> nn.Module:
@@ -154,14 +161,18 @@ _DINOV3 = partial(transformers.DINOv3ViTConfig, hidden_size=C, intermediate_size
 # -> (its class, its config, its activation)
 HF = {
     "Dinov2SwiGLUFFN": (
-        Dinov2SwiGLUFFN, transformers.Dinov2Config(hidden_size=C, mlp_ratio=2), "silu"
+        Dinov2SwiGLUFFN,
+        transformers.Dinov2Config(hidden_size=C, mlp_ratio=2),
+        "silu",
     ),
     "DINOv3ViTGatedMLP": (DINOv3ViTGatedMLP, _DINOV3(hidden_act="silu"), "silu"),
     "DINOv3ViTGatedMLP-gelu": (DINOv3ViTGatedMLP, _DINOV3(hidden_act="gelu"), "gelu"),
     "Aimv2MLP": (
-        Aimv2MLP, transformers.Aimv2VisionConfig(hidden_size=C, intermediate_size=HIDDEN), "silu"
+        Aimv2MLP,
+        transformers.Aimv2VisionConfig(hidden_size=C, intermediate_size=HIDDEN),
+        "silu",
     ),
-}  # fmt: skip
+}
 OURS = {"gate": "gate_proj", "fc1": "up_proj", "fc2": "down_proj"}
 PACKED = {"fc1": "weights_in", "fc2": "weights_out"}  # former DINOv2: gate first
 
@@ -188,9 +199,14 @@ def test_dinov2_packed():
     """The repository's own SwiGLUFFN: w12, w3; x1, x2 = w12(x).chunk(2); w3(silu(x1) * x2)."""
     w12, w3 = nn.Linear(C, 2 * HIDDEN), nn.Linear(HIDDEN, C)
     own = GluMlp(C, 2 * HIDDEN, gate_last=False)
-    own.load_state_dict({
-        "fc1.weight": w12.weight, "fc1.bias": w12.bias, "fc2.weight": w3.weight, "fc2.bias": w3.bias
-    })  # fmt: skip
+    own.load_state_dict(
+        {
+            "fc1.weight": w12.weight,
+            "fc1.bias": w12.bias,
+            "fc2.weight": w3.weight,
+            "fc2.bias": w3.bias,
+        }
+    )
     x = rand(2, 9, C).cpu()
     x1, x2 = w12(x).chunk(2, dim=-1)
     torch.testing.assert_close(own(x), w3(F.silu(x1) * x2))
@@ -219,12 +235,18 @@ def test_models_take_timms_names():
         (TypeError, "GluMlp: gate_last must be True or False", lambda: GluMlp(8, 6, gate_last=1)),
         (ValueError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer="swiglu")),
         (TypeError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer=SwiGLU)),
-        (ValueError, "Block: scale_mlp_norm needs a gated mlp_layer",
-         lambda: Block(8, 1, scale_mlp_norm=True)),
-        (TypeError, "Block: scale_mlp_norm must be True or False",
-         lambda: Block(8, 1, mlp_layer="SwiGLU", scale_mlp_norm=1)),
+        (
+            ValueError,
+            "Block: scale_mlp_norm needs a gated mlp_layer",
+            lambda: Block(8, 1, scale_mlp_norm=True),
+        ),
+        (
+            TypeError,
+            "Block: scale_mlp_norm must be True or False",
+            lambda: Block(8, 1, mlp_layer="SwiGLU", scale_mlp_norm=1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_rejects(error, message, make):
     with pytest.raises(error, match=message):
         make()

@@ -272,8 +272,13 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 TYPE_ERRORS = {
-    "laughs.pth", "a-list.pth", "a-number.pth", "number-keys.pth", "text.npz", "longdouble.npz",
-}  # fmt: skip
+    "laughs.pth",
+    "a-list.pth",
+    "a-number.pth",
+    "number-keys.pth",
+    "text.npz",
+    "longdouble.npz",
+}
 
 
 # name -> (state dict, the error, what it says): the same from memory and, where torch.save can
@@ -283,52 +288,65 @@ STATE_DICTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rank": (lambda: _good(**{NAME: torch.ones(1, C)}), ValueError, r"must have shape \(16,\)"),
     "empty": (dict, ValueError, "no key of the source is a ViT's"),
     "of another model": (
-        lambda: {"conv1.weight": torch.ones(1)}, ValueError, "no key of the source is a ViT's",
+        lambda: {"conv1.weight": torch.ones(1)},
+        ValueError,
+        "no key of the source is a ViT's",
     ),
     "deeper only": (
-        lambda: {"blocks.9.norm1.weight": torch.ones(C)}, ValueError,
+        lambda: {"blocks.9.norm1.weight": torch.ones(C)},
+        ValueError,
         "source must hold a parameter of the model, got none",
     ),
     "NaN in the last": (
-        lambda: _good(**{"head.bias": torch.tensor([1.0, float("nan"), 0.0])}), ValueError,
+        lambda: _good(**{"head.bias": torch.tensor([1.0, float("nan"), 0.0])}),
+        ValueError,
         "head.bias must hold finite numbers, got 1 NaN or infinite",
     ),
     "infinity": (
-        lambda: _good(**{NAME: torch.full((C,), -torch.inf)}), ValueError,
+        lambda: _good(**{NAME: torch.full((C,), -torch.inf)}),
+        ValueError,
         "norm.weight must hold finite numbers, got 16 NaN or infinite",
     ),
     "int": (lambda: _good(**{NAME: torch.ones(C).long()}), ValueError, "point, got .*int64"),
     "bool": (lambda: _good(**{NAME: torch.ones(C).bool()}), ValueError, "point, got .*bool"),
     "complex": (
-        lambda: _good(**{NAME: torch.ones(C, dtype=torch.complex64)}), ValueError,
+        lambda: _good(**{NAME: torch.ones(C, dtype=torch.complex64)}),
+        ValueError,
         "floating point, got torch.complex64",
     ),
     "quantised": (
         lambda: _good(**{NAME: torch.quantize_per_tensor(torch.ones(C), 0.1, 0, torch.qint8)}),
-        TypeError, "'norm.weight' must be a dense tensor, got a quantised one",
+        TypeError,
+        "'norm.weight' must be a dense tensor, got a quantised one",
     ),
     "meta": (
-        lambda: _good(**{NAME: torch.ones(C, device="meta")}), TypeError,
+        lambda: _good(**{NAME: torch.ones(C, device="meta")}),
+        TypeError,
         "'norm.weight' must be a dense tensor, got a meta one",
     ),
     "sparse": (
-        lambda: _good(**{NAME: torch.ones(C).to_sparse()}), TypeError,
+        lambda: _good(**{NAME: torch.ones(C).to_sparse()}),
+        TypeError,
         "'norm.weight' must be a dense tensor, got a torch.sparse_coo one",
     ),
     "a list of numbers": (lambda: _good(**{NAME: [1.0] * C}), TypeError, "must be a tensor or an"),
     "None": (lambda: _good(**{NAME: None}), TypeError, "must be a tensor .* got NoneType"),
     "two of one name": (
-        lambda: _good(**{f"module.{NAME}": torch.ones(C)}), ValueError, f"two keys.*mean '{NAME}'",
+        lambda: _good(**{f"module.{NAME}": torch.ones(C)}),
+        ValueError,
+        f"two keys.*mean '{NAME}'",
     ),
     "kernel and weight": (
         lambda: {"encoder/kernel": torch.ones(2, 2), "encoder/weight": torch.ones(2, 2)},
-        ValueError, "two keys of the source mean 'encoder.weight'",
+        ValueError,
+        "two keys of the source mean 'encoder.weight'",
     ),
     "wide positions": (
-        lambda: _good(pos_embed=torch.ones(1, 10, 4 * C)), ValueError,
+        lambda: _good(pos_embed=torch.ones(1, 10, 4 * C)),
+        ValueError,
         r"pos_embed must have shape \(1, 5, 16\), got \(1, 10, 64\)",
     ),
-}  # fmt: skip
+}
 
 # arguments after the model -> the error and what it says
 OTHERS: dict[str, tuple[Callable[[Path], tuple[Any, Any]], type[Exception], str]] = {
@@ -348,7 +366,7 @@ OTHERS: dict[str, tuple[Callable[[Path], tuple[Any, Any]], type[Exception], str]
     "grid of floats": (lambda d: (_good(), (2.0, 2)), TypeError, "grid_size must be an int, got"),
     "grid of zeros": (lambda d: (_good(), (0, 4)), ValueError, "grid_size must be at least 1, got"),
     "grid too large": (lambda d: (_good(), (10**9, 10**9)), ValueError, "the grid given as grid"),
-}  # fmt: skip
+}
 
 
 def _file(path: Path) -> Path:
@@ -464,12 +482,20 @@ def test_no_source_reads_a_file_that_could_run_code():
 @pytest.mark.parametrize(
     "line",
     [
-        "torch.load(path)", "torch.load(path, weights_only=False)", "np.load(path)",
-        "np.load(path, allow_pickle=True)", "pickle.load(file)", "pickle.loads(text)",
-        "eval(text)", "exec(text)", "yaml.load(text)", "load(x, trust_remote_code=True)",
-        "class U(pickle.Unpickler): pass", "dcp.FileSystemReader(path)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "pickle.load(file)",
+        "pickle.loads(text)",
+        "eval(text)",
+        "exec(text)",
+        "yaml.load(text)",
+        "load(x, trust_remote_code=True)",
+        "class U(pickle.Unpickler): pass",
+        "dcp.FileSystemReader(path)",
     ],
-)  # fmt: skip
+)
 def test_a_source_that_does_is_noticed(tmp_path, line):
     (tmp_path / "source.py").write_text(line)
     assert len(_trusting(tmp_path / "source.py")) == 1

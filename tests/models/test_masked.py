@@ -67,8 +67,9 @@ def test_a_token_stands_in_place_of_masked_patches(no_embed_class):
     upstream = torch.randn_like(wanted)
     for ours, theirs in zip(
         torch.autograd.grad(seen[0], params, upstream),
-        torch.autograd.grad(wanted, params, upstream), strict=True,
-    ):  # fmt: skip
+        torch.autograd.grad(wanted, params, upstream),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert got.isfinite().all()
     none = torch.zeros_like(mask)
@@ -78,9 +79,17 @@ def test_a_token_stands_in_place_of_masked_patches(no_embed_class):
 def test_masks_are_dinov2s():
     """The authors' token, (1, C), is loaded; features of masked images are the host's."""
     transformers = pytest.importorskip("transformers")
-    host = randomise(transformers.Dinov2Model(transformers.Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=4,
-    )))  # fmt: skip
+    host = randomise(
+        transformers.Dinov2Model(
+            transformers.Dinov2Config(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=16,
+                patch_size=4,
+            )
+        )
+    )
     model = encoder(init_values=1.0)
     report = load_weights(model, host.state_dict())
     assert not (report.missing or report.unexpected)
@@ -108,9 +117,10 @@ def test_the_decoder_is_maes():
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     upstream, params = torch.randn_like(got), list(decoder.parameters())
     for ours, theirs in zip(
-        torch.autograd.grad(got, params, upstream), torch.autograd.grad(wanted, params, upstream),
+        torch.autograd.grad(got, params, upstream),
+        torch.autograd.grad(wanted, params, upstream),
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
@@ -164,22 +174,40 @@ def test_what_does_not_fit_is_refused():
     features = model.forward_features(images, keep=keep).detach()
     plain = encoder(mask_token=False)
     for error, message, call in (
-        (ValueError, "keep or mask, got both",
-         lambda: model.forward_features(images, keep=keep, mask=mask)),
-        (ValueError, r"torch.int64 \(2, 1 to 16\), got torch.int64 \(2, 0\)",
-         lambda: model.forward_features(images, keep=keep[:, :0])),
+        (
+            ValueError,
+            "keep or mask, got both",
+            lambda: model.forward_features(images, keep=keep, mask=mask),
+        ),
+        (
+            ValueError,
+            r"torch.int64 \(2, 1 to 16\), got torch.int64 \(2, 0\)",
+            lambda: model.forward_features(images, keep=keep[:, :0]),
+        ),
         (ValueError, "got torch.int32", lambda: model.forward_features(images, keep=keep.int())),
-        (ValueError, r"torch.bool \(2, 16\), got torch.bool \(2, 15\)",
-         lambda: model.forward_features(images, mask=mask[:, 1:])),
+        (
+            ValueError,
+            r"torch.bool \(2, 16\), got torch.bool \(2, 15\)",
+            lambda: model.forward_features(images, mask=mask[:, 1:]),
+        ),
         (TypeError, "mask must be a Tensor", lambda: model.forward_features(images, mask=[True])),
-        (ValueError, "mask_token=True, got one without",
-         lambda: plain.forward_features(images, mask=mask)),
+        (
+            ValueError,
+            "mask_token=True, got one without",
+            lambda: plain.forward_features(images, mask=mask),
+        ),
         (ValueError, "1 [+] 4 tokens, got 6", lambda: decoder(features, keep[:, 1:], hidden)),
         (ValueError, "at least one set, got none", lambda: decoder(features, keep, [])),
-        (ValueError, r"targets must be torch.int64 \(2, 1 to \d+\), got torch.int64 \(1, 11\)",
-         lambda: decoder(features, keep, [hidden[:1]])),
-        (TypeError, "encoder must be a VisionTransformer, got Linear",
-         lambda: MaskedDecoder(nn.Linear(2, 2), out_dim=4)),
-    ):  # fmt: skip
+        (
+            ValueError,
+            r"targets must be torch.int64 \(2, 1 to \d+\), got torch.int64 \(1, 11\)",
+            lambda: decoder(features, keep, [hidden[:1]]),
+        ),
+        (
+            TypeError,
+            "encoder must be a VisionTransformer, got Linear",
+            lambda: MaskedDecoder(nn.Linear(2, 2), out_dim=4),
+        ),
+    ):
         with pytest.raises(error, match=message):
             call()

@@ -37,11 +37,13 @@ def _normalised(images: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {}, dict(embed_norm_layer="LayerNorm"), dict(dynamic_img_size=True),
+        {},
+        dict(embed_norm_layer="LayerNorm"),
+        dict(dynamic_img_size=True),
         dict(conv_stem_configs=[(8, 3, 2), (16, 3, 2)]),
     ],
     ids=["plain", "norm", "any size", "stem"],
-)  # fmt: skip
+)
 def test_bytes_are_normalised_inside(arguments):
     model = _model(**arguments, **STATISTICS).eval()
     images = _bytes(2, 3, 16, 16)

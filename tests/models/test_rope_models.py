@@ -63,14 +63,17 @@ EVA: dict[str, tuple[dict, dict, dict]] = {
     "perception_encoder": (
         _XY,
         dict(
-            attn_type="rope", use_pre_transformer_norm=True, use_post_transformer_norm=False,
+            attn_type="rope",
+            use_pre_transformer_norm=True,
+            use_post_transformer_norm=False,
             use_fc_norm=False,
         ),
         dict(pre_norm=True, final_norm=False),
     ),
     "rope_ape": (
         dict(global_pool="token", no_embed_class=True, rope_grid_indexing="xy"),
-        dict(attn_type="rope"), {},
+        dict(attn_type="rope"),
+        {},
     ),
     "rope_reg1_gap": (
         dict(class_token=False),
@@ -78,28 +81,35 @@ EVA: dict[str, tuple[dict, dict, dict]] = {
         dict(reg_tokens=1, pos_embed="none", key_bias=False),
     ),
     "qk_norm": (dict(qk_norm=True), dict(attn_type="rope"), {}),
-}  # fmt: skip
+}
 AIMV2 = dict(
-    class_token=False, fc_norm=False, mlp_ratio=2.75, global_pool="avg", qkv_bias=False,
-    proj_bias=False, act_layer="silu",
-)  # fmt: skip
+    class_token=False,
+    fc_norm=False,
+    mlp_ratio=2.75,
+    global_pool="avg",
+    qkv_bias=False,
+    proj_bias=False,
+    act_layer="silu",
+)
 rms_1e_5 = partial(RmsNorm, eps=1e-5)
 # the same for timm's VisionTransformer
 VIT: dict[str, tuple[dict, dict, dict]] = {
     "aimv2": (
-        AIMV2, dict(norm_layer=rms_1e_5, embed_norm_layer=rms_1e_5, mlp_layer=SwiGLU),
-        dict(
-            norm_layer="RmsNorm", embed_norm_layer="RmsNorm", norm_eps=1e-5, mlp_layer="SwiGLU"
-        ),
+        AIMV2,
+        dict(norm_layer=rms_1e_5, embed_norm_layer=rms_1e_5, mlp_layer=SwiGLU),
+        dict(norm_layer="RmsNorm", embed_norm_layer="RmsNorm", norm_eps=1e-5, mlp_layer="SwiGLU"),
     ),
     "qk_norm-rms": (
-        dict(qk_norm=True, qkv_bias=False), dict(norm_layer=RmsNorm), dict(norm_layer="RmsNorm")
+        dict(qk_norm=True, qkv_bias=False),
+        dict(norm_layer=RmsNorm),
+        dict(norm_layer="RmsNorm"),
     ),
     "qk_norm-embed_norm": (
-        dict(qk_norm=True, reg_tokens=2), dict(embed_norm_layer=nn.LayerNorm),
+        dict(qk_norm=True, reg_tokens=2),
+        dict(embed_norm_layer=nn.LayerNorm),
         dict(embed_norm_layer="LayerNorm", norm_eps=1e-6),
     ),
-}  # fmt: skip
+}
 
 
 def _host(what: str, **more: Any) -> Any:
@@ -144,7 +154,7 @@ def test_timm_under_bf16_autocast(what):
     stages = stages_of(1)
     assert_parity(
         model, host, _images(1), stages=stages, host_stages=stages, names=timm_names, autocast=bf16
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,11 +268,24 @@ def test_the_worst_tensor_is_the_one_nearest_its_limit():
 def test_agreement_with_plain_pytorch():
     """What `train` checks first: every option in a ViT written from torch.nn.functional."""
     for arguments in (
-        dict(_DINOV3, reg_tokens=2, qk_norm=True, key_bias=False, mlp_layer="SwiGLU",
-             attn_head_dim=24),
-        dict(rope_type="cat", norm_layer="RmsNorm", embed_norm_layer="RmsNorm", qk_norm=True,
-             pos_embed="none", mlp_layer="SwiGLUPacked", scale_mlp_norm=True),
-    ):  # fmt: skip
+        dict(
+            _DINOV3,
+            reg_tokens=2,
+            qk_norm=True,
+            key_bias=False,
+            mlp_layer="SwiGLU",
+            attn_head_dim=24,
+        ),
+        dict(
+            rope_type="cat",
+            norm_layer="RmsNorm",
+            embed_norm_layer="RmsNorm",
+            qk_norm=True,
+            pos_embed="none",
+            mlp_layer="SwiGLUPacked",
+            scale_mlp_norm=True,
+        ),
+    ):
         model = randomise(VisionTransformer(**{**SMALL, **arguments, "act_layer": "silu"}))
         errors = agreement(model, _images(1))
         assert len(errors) == 1 + len(list(model.parameters()))
@@ -271,11 +294,16 @@ def test_agreement_with_plain_pytorch():
 
 # One of each family and kind; none of their weights has memory that is written.
 PRESETS = (
-    "vit_tiny_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3", "eva02_tiny_patch14_336",
-    "eva02_base_patch14_448", "vit_pe_lang_large_patch14_448", "vit_pe_spatial_tiny_patch16_512",
-    "vit_small_patch16_rope_ape_224", "vit_betwixt_patch16_rope_reg4_gap_256",
+    "vit_tiny_patch16_dinov3_qkvb",
+    "vit_small_plus_patch16_dinov3",
+    "eva02_tiny_patch14_336",
+    "eva02_base_patch14_448",
+    "vit_pe_lang_large_patch14_448",
+    "vit_pe_spatial_tiny_patch16_512",
+    "vit_small_patch16_rope_ape_224",
+    "vit_betwixt_patch16_rope_reg4_gap_256",
     "aimv2_large_patch14_336",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -387,10 +415,16 @@ def test_preset_names_are_timms():
 
 def _transformers_dinov3(gated: bool) -> Any:
     config = transformers.DINOv3ViTConfig(
-        image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
-        intermediate_size=72, num_register_tokens=2, use_gated_mlp=gated,
+        image_size=32,
+        patch_size=8,
+        hidden_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=72,
+        num_register_tokens=2,
+        use_gated_mlp=gated,
         hidden_act="silu" if gated else "gelu",
-    )  # fmt: skip
+    )
     return randomise(transformers.DINOv3ViTModel(config))
 
 
@@ -411,17 +445,20 @@ def test_transformers_dinov3(gated):
 
 def test_transformers_aimv2():
     config = transformers.Aimv2VisionConfig(
-        image_size=32, patch_size=8, hidden_size=48, num_hidden_layers=1, num_attention_heads=3,
-        intermediate_size=72, use_head=False,
-    )  # fmt: skip
+        image_size=32,
+        patch_size=8,
+        hidden_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=72,
+        use_head=False,
+    )
     host = randomise(transformers.Aimv2VisionModel(config))
     model = _model("aimv2", img_size=32, num_classes=0, global_pool="", mlp_ratio=1.5)
     report = load_weights(model, host.state_dict())
     assert not report.missing and not report.unexpected, str(report)
     images = random_images(2, 3, 32, 32)
-    torch.testing.assert_close(
-        model(images), host(images).last_hidden_state, rtol=1e-4, atol=1e-4
-    )  # fmt: skip
+    torch.testing.assert_close(model(images), host(images).last_hidden_state, rtol=1e-4, atol=1e-4)
 
 
 def _in_the_authors_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

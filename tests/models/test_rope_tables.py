@@ -30,12 +30,13 @@ def _near(actual, expected):
         ((3, 5), {}, {}),
         ((4, 3), dict(ref_grid=(16, 16)), dict(ref_feat_shape=(16, 16))),  # EVA02
         (  # Perception Encoder
-            (5, 4), dict(ref_grid=(24, 24), offset=1.0, xy=True),
+            (5, 4),
+            dict(ref_grid=(24, 24), offset=1.0, xy=True),
             dict(ref_feat_shape=(24, 24), grid_offset=1.0, grid_indexing="xy"),
         ),
         ((6, 6), dict(temperature=100.0), dict(temperature=100.0)),
     ],
-)  # fmt: skip
+)
 def test_index_table_is_timms(grid, options, timms, half):
     from timm.layers import RotaryEmbeddingCat
 
@@ -112,9 +113,13 @@ def test_video_table_is_vjepa2s():
     from transformers.models.vjepa2.modeling_vjepa2 import VJEPA2RopeAttention
 
     config = VJEPA2Config(
-        patch_size=4, crop_size=12, frames_per_clip=4, tubelet_size=2, hidden_size=128,
+        patch_size=4,
+        crop_size=12,
+        frames_per_clip=4,
+        tubelet_size=2,
+        hidden_size=128,
         num_attention_heads=2,
-    )  # fmt: skip
+    )
     host = VJEPA2RopeAttention(config, 128, 2)
     q, k = _heads(18, 2, 64), _heads(18, 2, 64, seed=1)
     ids = host.get_position_ids(q)
@@ -132,11 +137,14 @@ def test_video_table_is_vjepa2s():
         (TypeError, "sequence of 3 ints", lambda: video_table((2, 2), 64)),
         (ValueError, "grid must be at least 1, got 0", lambda: centered_table((0, 2), 64)),
         (ValueError, "dim must be a multiple of 4, got 30", lambda: centered_table((2, 2), 30)),
-        (ValueError, "temperature must be finite", lambda: alternating_table((2, 2), 8,
-                                                                            temperature=0.0)),
+        (
+            ValueError,
+            "temperature must be finite",
+            lambda: alternating_table((2, 2), 8, temperature=0.0),
+        ),
         (TypeError, "xy must be True or False", lambda: index_table((2, 2), 8, xy="xy")),
     ],
-)  # fmt: skip
+)
 def test_tables_reject(error, message, call):
     with pytest.raises(error, match=message):
         call()

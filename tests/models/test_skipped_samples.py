@@ -22,18 +22,29 @@ bf16, fp32 = torch.bfloat16, torch.float32
 BLOCKS = (
     dict(init_values=0.5),
     dict(
-        norm_layer="RmsNorm", rope_type="cat", qk_norm=True, mlp_layer="SwiGLU", act_layer="silu",
+        norm_layer="RmsNorm",
+        rope_type="cat",
+        qk_norm=True,
+        mlp_layer="SwiGLU",
+        act_layer="silu",
         init_values=0.5,
     ),
     dict(mlp_layer="GluMlp", act_layer="silu", scale_mlp_norm=True, proj_bias=False),
-)  # fmt: skip
+)
 
 
 def _vit(drop_path="skip", **arguments):
     given = dict(
-        img_size=16, patch_size=8, num_classes=5, embed_dim=32, depth=2, num_heads=2,
-        mlp_ratio=2.0, drop_path_rate=0.5, **arguments,
-    )  # fmt: skip
+        img_size=16,
+        patch_size=8,
+        num_classes=5,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        mlp_ratio=2.0,
+        drop_path_rate=0.5,
+        **arguments,
+    )
     return randomise(VisionTransformer(drop_path=drop_path, **given)).train()  # pyright: ignore
 
 
@@ -101,10 +112,15 @@ def test_equals_the_mask_of_the_same_samples(monkeypatch):
     images, upstream = _images(), _upstream()
     with backend("triton"), forced_route("triton"):
         skipped = _own_step(model, images, upstream)
-        monkeypatch.setattr(DropPath, "row_scale", lambda self, x: (
-            _dense(keep_samples(len(x), self.drop_prob, x.device), x)
-            if self.drop_prob and self.training else None
-        ))  # fmt: skip
+        monkeypatch.setattr(
+            DropPath,
+            "row_scale",
+            lambda self, x: (
+                _dense(keep_samples(len(x), self.drop_prob, x.device), x)
+                if self.drop_prob and self.training
+                else None
+            ),
+        )
         for module in masked.modules():
             if isinstance(module, DropPath):
                 module.mode = "mask"
@@ -123,10 +139,18 @@ def test_a_branch_that_was_called_adds_as_the_specification(stream, branch):
 
 
 def _flops(depth, drop_path):
-    model = randomise(VisionTransformer(
-        img_size=16, patch_size=8, num_classes=5, embed_dim=32, depth=depth, num_heads=2,
-        drop_path_rate=0.5, drop_path=drop_path,
-    )).train()  # fmt: skip
+    model = randomise(
+        VisionTransformer(
+            img_size=16,
+            patch_size=8,
+            num_classes=5,
+            embed_dim=32,
+            depth=depth,
+            num_heads=2,
+            drop_path_rate=0.5,
+            drop_path=drop_path,
+        )
+    ).train()
     with backend("triton"), FlopCounterMode(display=False) as counter:
         model(_images()).backward(_upstream())
     return counter.get_total_flops()

@@ -38,17 +38,28 @@ bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 def test_reference_1_from_scratch_mean_pooled():
     host = randomise(ScratchViT(image_size=32, classes=10, depth=2))
     model: Any = VisionTransformer(
-        32, 16, num_classes=10, global_pool="avg", depth=2, num_heads=8, qkv_bias=False,
-        pool_include_prefix=True, norm_eps=1e-5,
-    ).to(DEVICE)  # fmt: skip
+        32,
+        16,
+        num_classes=10,
+        global_pool="avg",
+        depth=2,
+        num_heads=8,
+        qkv_bias=False,
+        pool_include_prefix=True,
+        norm_eps=1e-5,
+    ).to(DEVICE)
     report = load_weights(model, host.timm_state_dict())
     assert not report.missing and not report.unexpected
     assert model.blocks[0].attn.head_dim == 96
     host_stages = {"tokens": "drop", "block0": "layers.0", "block1": "layers.1"}
     assert_parity(
-        model, host, random_images(1), names=host.timm_names,
-        stages=stages_of(norm="fc_norm"), host_stages={**host_stages, "norm": "to_classes.0"},
-    )  # fmt: skip
+        model,
+        host,
+        random_images(1),
+        names=host.timm_names,
+        stages=stages_of(norm="fc_norm"),
+        host_stages={**host_stages, "norm": "to_classes.0"},
+    )
 
 
 def test_reference_2_patchify_then_linear():
@@ -72,9 +83,12 @@ def test_reference_2_patchify_then_linear():
 
 def _hf(**overrides) -> Any:
     arguments = dict(
-        image_size=32, patch_size=16, num_hidden_layers=2, num_labels=10,
+        image_size=32,
+        patch_size=16,
+        num_hidden_layers=2,
+        num_labels=10,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     config = transformers.ViTConfig(**{**arguments, **overrides})  # pyright: ignore
     return randomise(transformers.ViTForImageClassification(config))
 
@@ -118,9 +132,14 @@ def test_reference_4_torchvision(representation_size):
         )
     )
     model: Any = VisionTransformer(
-        32, 16, num_classes=10, embed_dim=C, depth=2, num_heads=heads,
+        32,
+        16,
+        num_classes=10,
+        embed_dim=C,
+        depth=2,
+        num_heads=heads,
         representation_size=representation_size,
-    ).to(DEVICE)  # fmt: skip
+    ).to(DEVICE)
     load_weights(model, host.state_dict())
     host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}
     host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
@@ -134,9 +153,15 @@ def test_reference_4_torchvision_conv_stem():
     stem = [ConvStemConfig(8, 3, 2), silu, ConvStemConfig(16, 3, 2)]
     host = randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
     model: Any = VisionTransformer(
-        32, 8, num_classes=10, embed_dim=32, depth=2, num_heads=2, mlp_ratio=2,
+        32,
+        8,
+        num_classes=10,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        mlp_ratio=2,
         conv_stem_configs=[stem[0][:3], *stem[1:]],
-    ).to(DEVICE)  # fmt: skip
+    ).to(DEVICE)
     for vit in (host, model):
         vit.eval()  # the stem's BatchNorm reads what was loaded
     report = load_weights(model, host.state_dict())
@@ -216,16 +241,20 @@ TIMM: dict[str, tuple[dict, dict, dict]] = {
     "no_head": (dict(num_classes=0), {}, {}),
     "SwiGLUPacked": (  # F = 63
         dict(mlp_ratio=2.63, act_layer="silu"),
-        dict(mlp_layer=SwiGLUPacked), dict(mlp_layer="SwiGLUPacked"),
+        dict(mlp_layer=SwiGLUPacked),
+        dict(mlp_layer="SwiGLUPacked"),
     ),
     "GluMlp-gelu-no_biases": (
-        dict(mlp_ratio=2.0, proj_bias=False), dict(mlp_layer=GluMlp), dict(mlp_layer="GluMlp"),
+        dict(mlp_ratio=2.0, proj_bias=False),
+        dict(mlp_layer=GluMlp),
+        dict(mlp_layer="GluMlp"),
     ),
     "SwiGLU-scale_mlp_norm-init_values": (
         dict(mlp_ratio=2.7, act_layer="silu", scale_mlp_norm=True, init_values=0.1),
-        dict(mlp_layer=SwiGLU), dict(mlp_layer="SwiGLU"),
+        dict(mlp_layer=SwiGLU),
+        dict(mlp_layer="SwiGLU"),
     ),
-}  # fmt: skip
+}
 
 
 def _timm_pair(common=None, timm_own=None, ours_own=None, **more) -> tuple[Any, Any]:
@@ -345,9 +374,13 @@ def test_a_branch_begins_in_autocasts_dtype(norm):
 
 
 REPLACED = {
-    "attn.attn_drop": nn.Identity, "attn.proj_drop": nn.Identity, "mlp.drop": nn.Identity,
-    "drop_path1": nn.Identity, "ls2": nn.Identity, "norm1": lambda: nn.LayerNorm(32, 1e-6),
-}  # fmt: skip
+    "attn.attn_drop": nn.Identity,
+    "attn.proj_drop": nn.Identity,
+    "mlp.drop": nn.Identity,
+    "drop_path1": nn.Identity,
+    "ls2": nn.Identity,
+    "norm1": lambda: nn.LayerNorm(32, 1e-6),
+}
 
 
 @pytest.mark.parametrize("drop_path", [0.0, 0.5])
@@ -421,11 +454,17 @@ def test_attention_dropout_is_for_training(qk_norm, called):
 @pytest.mark.parametrize(
     "name",
     [
-        "vit_tiny_patch16_224", "vit_tiny_patch16_384", "vit_small_patch16_224",
-        "vit_small_patch32_384", "vit_base_patch32_224", "vit_base_patch16_384",
-        "vit_large_patch14_224", "vit_large_patch32_384", "vit_huge_patch14_224",
+        "vit_tiny_patch16_224",
+        "vit_tiny_patch16_384",
+        "vit_small_patch16_224",
+        "vit_small_patch32_384",
+        "vit_base_patch32_224",
+        "vit_base_patch16_384",
+        "vit_large_patch14_224",
+        "vit_large_patch32_384",
+        "vit_huge_patch14_224",
     ],
-)  # fmt: skip
+)
 def test_create_vit_has_timms_keys_and_shapes(name):
     with torch.device("meta"):
         ours, theirs = create_vit(name), timm.create_model(name, num_classes=1000)
@@ -479,11 +518,15 @@ def test_each_argument_of_timms_is_taken_or_refused(name, default):
 @pytest.mark.parametrize(
     ("name", "usual"),
     [
-        ("strict_img_size", True), ("out_indices", None), ("pretrained", False),
-        ("features_only", False), ("scriptable", False), ("dynamic_img_pad", False),
+        ("strict_img_size", True),
+        ("out_indices", None),
+        ("pretrained", False),
+        ("features_only", False),
+        ("scriptable", False),
+        ("dynamic_img_pad", False),
         ("scale_attn_norm", False),
     ],
-)  # fmt: skip
+)
 def test_what_is_timms_alone_is_refused_but_for_what_our_models_are(name, usual):
     for value in ("x", not usual):
         with pytest.raises(TypeError, match=f"{name} is timm's alone, got {value!r}; "):
@@ -498,10 +541,20 @@ def test_what_is_timms_alone_is_refused_but_for_what_our_models_are(name, usual)
 def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
     torch.manual_seed(0)
     options: Any = dict(
-        img_size=16, patch_size=8, num_classes=9, embed_dim=96, depth=3, num_heads=2, reg_tokens=3,
-        weight_init=scheme, fix_init=fix_init, init_values=0.1, pre_norm=fix_init,
-        qkv_bias=not fix_init, proj_bias=not fix_init,
-    )  # fmt: skip
+        img_size=16,
+        patch_size=8,
+        num_classes=9,
+        embed_dim=96,
+        depth=3,
+        num_heads=2,
+        reg_tokens=3,
+        weight_init=scheme,
+        fix_init=fix_init,
+        init_values=0.1,
+        pre_norm=fix_init,
+        qkv_bias=not fix_init,
+        proj_bias=not fix_init,
+    )
     model = VisionTransformer(**options, mlp_layer=mlp_layer.__name__)
     wanted = timm.models.VisionTransformer(**options, mlp_layer=mlp_layer).state_dict()
     skipped = ("pos_embed", "cls_token", "reg_token") if scheme == "skip" else ()

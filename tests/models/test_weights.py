@@ -55,9 +55,13 @@ def _timm(**overrides) -> Any:
 
 def _hf_config(cls: Any = transformers.ViTConfig, **overrides) -> Any:
     arguments = dict(
-        image_size=32, patch_size=8, hidden_size=C, num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS, num_labels=CLASSES,
-    )  # fmt: skip
+        image_size=32,
+        patch_size=8,
+        hidden_size=C,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=HEADS,
+        num_labels=CLASSES,
+    )
     if cls is transformers.ViTConfig:
         arguments["intermediate_size"] = 4 * C
     return cls(**{**arguments, **overrides})
@@ -154,9 +158,15 @@ def test_timm():
 @pytest.mark.parametrize("representation_size", [None, 16])
 def test_torchvision(representation_size):
     source = TorchvisionViT(
-        image_size=32, patch_size=8, num_layers=DEPTH, num_heads=HEADS, hidden_dim=C,
-        mlp_dim=4 * C, num_classes=CLASSES, representation_size=representation_size,
-    )  # fmt: skip
+        image_size=32,
+        patch_size=8,
+        num_layers=DEPTH,
+        num_heads=HEADS,
+        hidden_dim=C,
+        mlp_dim=4 * C,
+        num_classes=CLASSES,
+        representation_size=representation_size,
+    )
     source = _randomised(source)
     model = _vit(representation_size=representation_size)
     report = load_weights(model, source.state_dict())
@@ -451,8 +461,9 @@ def test_names_of_gated_mlps(stem, names):
     _, found = to_timm(source)
     wanted = {
         f"blocks.0.mlp.{target}.{leaf}": source[f"{stem}.{name}.{leaf}"]
-        for name, target in names.items() for leaf in ("weight", "bias")
-    }  # fmt: skip
+        for name, target in names.items()
+        for leaf in ("weight", "bias")
+    }
     assert found.keys() == wanted.keys()
     assert all(
         found[name] is wanted[name] or torch.equal(found[name], x) for name, x in wanted.items()
@@ -465,13 +476,22 @@ def test_names_of_gated_mlps(stem, names):
         (("register_tokens", "storage_tokens", "dist_token", "reg_token"), "reg_token"),
         (("blocks.3.gamma_1", "blocks.3.ls1.gamma"), "blocks.3.ls1.gamma"),
         (
-            [f"{model}.embeddings.cls_token" for model in (
-                "vit", "deit", "dinov2", "dinov2_with_registers", "dinov3_vit", "vision_model")],
+            [
+                f"{model}.embeddings.cls_token"
+                for model in (
+                    "vit",
+                    "deit",
+                    "dinov2",
+                    "dinov2_with_registers",
+                    "dinov3_vit",
+                    "vision_model",
+                )
+            ],
             "cls_token",
         ),
     ],
     ids=["registers", "scales", "transformers"],
-)  # fmt: skip
+)
 def test_names_that_mean_the_same(names, wanted):
     for name in names:
         x = torch.rand(1, 1, 2)

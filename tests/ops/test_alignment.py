@@ -67,31 +67,54 @@ def _ref(function):
 HEADS = (B, T, H, 16)
 CALLS = {
     "layer_norm": (
-        _layer_norm, _ref(layer_norm_ref),
+        _layer_norm,
+        _ref(layer_norm_ref),
         _inputs(stream=(B, T, C), weight32=(C,), bias32=(C,)),
     ),
     "rms_norm": (
-        _rms_norm, _ref(rms_norm_ref),
+        _rms_norm,
+        _ref(rms_norm_ref),
         _inputs(stream=(B, T, C), weight32=(C,)),
     ),
     "rope": (rope, rope_ref, _inputs(q=HEADS, k=HEADS, cos=(T, 16), sin=(T, 16))),
     "rope, normed": (
-        functools.partial(rope, norm="rms_norm"), functools.partial(rope_ref, norm="rms_norm"),
-        _inputs(q=HEADS, k=HEADS, cos=(T, 16), sin=(T, 16), q_norm_weight=(16,),
-                k_norm_weight=(16,)),
+        functools.partial(rope, norm="rms_norm"),
+        functools.partial(rope_ref, norm="rms_norm"),
+        _inputs(
+            q=HEADS, k=HEADS, cos=(T, 16), sin=(T, 16), q_norm_weight=(16,), k_norm_weight=(16,)
+        ),
     ),
     "linear": (
-        linear, linear_ref,
-        _inputs(x=(B, T, C), weight=(F, C), bias=(F,), residual=(B, T, F), layer_scale=(F,),
-                row_scale=(B,)),
+        linear,
+        linear_ref,
+        _inputs(
+            x=(B, T, C),
+            weight=(F, C),
+            bias=(F,),
+            residual=(B, T, F),
+            layer_scale=(F,),
+            row_scale=(B,),
+        ),
     ),
     "gated_mlp": (
-        gated_mlp, gated_mlp_ref,
-        _inputs(x=(B, T, C), fc1_weight=(F, C), fc1_bias=(F,), fc2_weight=(C, F), fc2_bias=(C,),
-                gate_weight=(F, C), gate_bias=(F,), norm_weight=(F,), norm_bias=(F,),
-                residual=(B, T, C), layer_scale=(C,), row_scale=(B,)),
+        gated_mlp,
+        gated_mlp_ref,
+        _inputs(
+            x=(B, T, C),
+            fc1_weight=(F, C),
+            fc1_bias=(F,),
+            fc2_weight=(C, F),
+            fc2_bias=(C,),
+            gate_weight=(F, C),
+            gate_bias=(F,),
+            norm_weight=(F,),
+            norm_bias=(F,),
+            residual=(B, T, C),
+            layer_scale=(C,),
+            row_scale=(B,),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,7 @@ def test_a_wrong_config_behind_another_route_is_found(planted):
     runs = _run_all([planted])
     found = {(run.table, run.config): run.fault for run in runs}
     # UNFIT is not run; the tables are both reached
-    assert set(found) == {
-        ("route", RIGHT), ("route", HIDDEN), ("tile", RIGHT), ("tile", WRONG)
-    }  # fmt: skip
+    assert set(found) == {("route", RIGHT), ("route", HIDDEN), ("tile", RIGHT), ("tile", WRONG)}
     assert "out: max" in found["tile", WRONG]
     assert [fault for fault in found.values() if fault] == [found["tile", WRONG]]
     assert not all_configs.passed(runs)
@@ -177,9 +175,11 @@ def two_keys(planted):
     gives other bits at each call."""
     here, calls, backends = gpu(torch.device("cpu")), [], []
     table = ConfigTable(
-        "tile of two", [RIGHT, HIDDEN], lambda *_: RIGHT,
+        "tile of two",
+        [RIGHT, HIDDEN],
+        lambda *_: RIGHT,
         lambda gpu, config, size: config is RIGHT or size > 8,
-    )  # fmt: skip
+    )
 
     def double(x):
         calls.append(table.choose(here, 8))

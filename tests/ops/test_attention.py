@@ -339,8 +339,15 @@ def test_split_head_dim_never_pads_more_than_needed():
 
 def test_tail_tile():
     assert [tail_tile(T, 64) for T in (64, 65, 80, 81, 96, 97, 197, 257)] == [
-        0, 16, 16, 32, 32, 64, 16, 16,
-    ]  # fmt: skip
+        0,
+        16,
+        16,
+        32,
+        32,
+        64,
+        16,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one_pass", "split"])
@@ -349,14 +356,16 @@ def test_qkv_bias_gradient(T, one_pass):
     """Summed where dq is produced, or from dqkv; that of k's bias is 0 but for rounding."""
     C, H = 32, 2
     inputs = {
-        "x": rand(2, T, C, dtype=fp16), "weight": rand(3 * C, C, dtype=fp16, seed=1, scale=0.2),
+        "x": rand(2, T, C, dtype=fp16),
+        "weight": rand(3 * C, C, dtype=fp16, seed=1, scale=0.2),
         "bias": rand(3 * C, dtype=fp16, seed=2),
-    }  # fmt: skip
+    }
     with forced("attention_bwd", BwdForm(one_pass=one_pass)):
         assert_accurate(
             lambda **kw: qkv_attention(**kw, num_heads=H),
-            lambda **kw: qkv_attention_ref(**kw, num_heads=H), inputs,
-        )  # fmt: skip
+            lambda **kw: qkv_attention_ref(**kw, num_heads=H),
+            inputs,
+        )
         out = qkv_attention(**inputs, num_heads=H)
         (dbias,) = torch.autograd.grad(out, inputs["bias"], torch.randn_like(out))
     of_k = dbias.view(3, C)[1].abs().max()

@@ -174,8 +174,11 @@ def test_query_parts_hold_all_queries():
             assert parts is not None and sum(parts) >= T and parts[0] >= 64
             assert all(p == 0 or (p >= 16 and p & (p - 1) == 0) for p in parts)
     assert [query_parts(T) for T in (50, 197, 257, 385)] == [
-        (64, 0, 0), (128, 128, 0), (128, 128, 16), None,
-    ]  # fmt: skip
+        (64, 0, 0),
+        (128, 128, 0),
+        (128, 128, 16),
+        None,
+    ]
     assert query_parts(197, close=True) == (128, 64, 16)
 
 
@@ -337,8 +340,9 @@ def test_attention_in_turns_is_the_default_where_the_model_says_a_tenth(gluon):
         fwd = here and {32: 257, 64: 577, 80: 0, 128: 1025}[D] >= T
         bwd = here and D == 64 and T in (150, 197)
         for table, config, takes in (
-            (FWD_TABLE, PINGPONG_FWD, fwd), (BWD_TABLE, PINGPONG_BWD, bwd)
-        ):  # fmt: skip
+            (FWD_TABLE, PINGPONG_FWD, fwd),
+            (BWD_TABLE, PINGPONG_BWD, bwd),
+        ):
             assert table.fits(on, config, *key) == takes, (T, D, dtype)
             assert (table.default(on, *key) == config) == takes
     for other in (

@@ -87,14 +87,18 @@ def _turned(T=37, dtype=TAKEN[0]):
 OPS = {
     "attention": (attention, attention_ref, _packed),
     "qkv_attention": (
-        partial(qkv_attention, num_heads=H), partial(qkv_attention_ref, num_heads=H), _projected,
+        partial(qkv_attention, num_heads=H),
+        partial(qkv_attention_ref, num_heads=H),
+        _projected,
     ),
     "rope_attention": (
-        partial(rope_attention, num_heads=H), partial(rope_attention_ref, num_heads=H), _turned,
+        partial(rope_attention, num_heads=H),
+        partial(rope_attention_ref, num_heads=H),
+        _turned,
     ),
     "sdpa": (sdpa, torch_sdpa, _separate),
     "causal": (partial(sdpa, is_causal=True), partial(torch_sdpa, is_causal=True), _separate),
-}  # fmt: skip
+}
 every_op = pytest.mark.parametrize("op", OPS)
 
 
@@ -454,8 +458,9 @@ H100, A100 = Gpu("sm_90", 132, 227 * 1024), Gpu("sm_80", 108, 163 * 1024)
 def test_what_the_table_says(on):
     ours, its = ["triton"] * 2, ["library"] * 2
     assert [LIBRARY_FROM[arch][1].split(",")[0] for arch in ("sm_80", "sm_90")] == [
-        "modelled", "measured"
-    ]  # fmt: skip
+        "modelled",
+        "measured",
+    ]
     plain = ["triton" if on is H100 else "library", "library"]  # D = 64, no mask
     for T in (1, 50, 197, 257, 577, 1024, 1025, 2047):
         assert _routes(on, T) == ours

@@ -61,20 +61,23 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "float8_e4m3": (lambda x: x.to(torch.float8_e4m3fn), TypeError, _FLOAT + "float8_e4m3fn"),
     "float8_e5m2": (lambda x: x.to(torch.float8_e5m2), TypeError, _FLOAT + "float8_e5m2"),
     "quantised": (
-        lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8), TypeError,
+        lambda x: torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8),
+        TypeError,
         _FLOAT + "qint8",
     ),
     "sparse": (lambda x: x.to_sparse(), TypeError, "must be .*dense.* got layout torch.sparse_coo"),
     "mkldnn": (lambda x: x.cpu().to_mkldnn(), TypeError, "must be .*dense.* got layout torch._mkl"),
     "nested": (
-        lambda x: NESTED, TypeError,
+        lambda x: NESTED,
+        TypeError,
         "must be a dense strided tensor, got a nested tensor",
     ),
     "jagged": (
         lambda x: JAGGED,
-        TypeError, "must be a dense strided tensor, got a nested tensor",
+        TypeError,
+        "must be a dense strided tensor, got a nested tensor",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -140,26 +143,46 @@ _PROBABILITY = [
 OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
     "eps": [
         ((nan, inf, -inf, -1e-6), ValueError, "must be finite and at least 0, got {value}"),
-        (("1e-6", None, True, [1e-6], torch.tensor(1e-6), 1j, np.float32(1e-6)), TypeError,
-         _NUMBER),
+        (
+            ("1e-6", None, True, [1e-6], torch.tensor(1e-6), 1j, np.float32(1e-6)),
+            TypeError,
+            _NUMBER,
+        ),
     ],
     "dtype": [
-        (("float32", float, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn,
-          np.float32), TypeError, r"must be None or one of \[torch.float32, .* got"),
+        (
+            (
+                "float32",
+                float,
+                torch.int32,
+                torch.bool,
+                torch.complex64,
+                torch.float8_e4m3fn,
+                np.float32,
+            ),
+            TypeError,
+            r"must be None or one of \[torch.float32, .* got",
+        ),
     ],
     "activation or None": _ACTIVATIONS,
     "activation": [*_ACTIVATIONS, ((None,), ValueError, "must not be None")],
     "flag": [((1, 0, "no", None, torch.tensor(True)), TypeError, "must be True or False, got")],
     "count": [
         ((0, -1, -2), ValueError, "must be at least 1, got {value}"),
-        ((2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)), TypeError,
-         "must be an int, got"),
+        (
+            (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)),
+            TypeError,
+            "must be an int, got",
+        ),
     ],
     "count or 0": [
         ((-1, -2), ValueError, "must be at least 0, got {value}"),
         ((6,), ValueError, "must be at most T = 5, got 6"),
-        ((2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)), TypeError,
-         "must be an int, got"),
+        (
+            (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)),
+            TypeError,
+            "must be an int, got",
+        ),
     ],
     "norm": [
         (("batch_norm", "", "LayerNorm"), ValueError, "must be None or one of .'layer_norm', 'rms"),
@@ -177,7 +200,7 @@ OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
         ((nan, inf, -inf), ValueError, "must be finite, got {value}"),
         (("1", True, [1.0], 1j), TypeError, "must be a number, got"),
     ],
-}  # fmt: skip
+}
 
 
 def _options() -> list[Bad]:
@@ -229,8 +252,13 @@ def _rows() -> list[Bad]:
         add(op, "weight", (1, 8), ValueError, r"must have shape \(8,\), got \(1, 8\)")
         add(op, "x", (2, 3, 0), ValueError, r"must have shape \(0,\), got \(8,\)", "weight")
 
-    add("rope_attention", "weight", (50, 16), ValueError,
-        "must have 3 . H . D rows with H = 2, got 50")  # fmt: skip
+    add(
+        "rope_attention",
+        "weight",
+        (50, 16),
+        ValueError,
+        "must have 3 . H . D rows with H = 2, got 50",
+    )
     add("rope_attention", "cos", (4, 10), ValueError, "must have shape .* even, at most 8, got")
     add("rope_attention", "norm", None, ValueError, "must be None with norm=None", "q_norm_weight")
     add("rope", "q", (5, 2, 8), ValueError, "must have 4 axes, got shape")
@@ -257,8 +285,14 @@ def _rows() -> list[Bad]:
         "must be None with norm=None, got a Tensor",
         "q_norm_weight",
     )
-    add("rope", "norm", "rms_norm", ValueError, "must be None with norm='rms_norm', got a Tensor",
-        "q_norm_bias")  # fmt: skip
+    add(
+        "rope",
+        "norm",
+        "rms_norm",
+        ValueError,
+        "must be None with norm='rms_norm', got a Tensor",
+        "q_norm_bias",
+    )
 
     for op in ("linear", "mlp"):
         add(op, "residual", (2, 3, 1), ValueError, r"must have shape \(2, 3, 4\), got \(2, 3, 1\)")
@@ -266,8 +300,15 @@ def _rows() -> list[Bad]:
         add(op, "layer_scale", (1,), ValueError, r"must have shape \(4,\), got \(1,\)")
         add(op, "row_scale", (3,), ValueError, r"must have shape \(2,\), got \(3,\)")
         add(op, "row_scale", (2, 1, 1), ValueError, r"must have shape \(2,\), got \(2, 1, 1\)")
-        add(op, "row_scale", (8,), ValueError, r"needs x of shape \(B, ..., K\), got \(8,\)",
-            x=rand(8, grad=False), residual=None)  # fmt: skip
+        add(
+            op,
+            "row_scale",
+            (8,),
+            ValueError,
+            r"needs x of shape \(B, ..., K\), got \(8,\)",
+            x=rand(8, grad=False),
+            residual=None,
+        )
     add("linear", "x", (2, 3, 7), ValueError, r"must have shape \(4, 7\), got \(4, 8\)", "weight")
     add("linear", "weight", (4,), ValueError, r"must have 2 axes, got shape \(4,\)")
     add("linear", "weight", (1, 4, 8), ValueError, r"must have 2 axes, got shape \(1, 4, 8\)")
@@ -303,17 +344,42 @@ def _rows() -> list[Bad]:
         ValueError,
         "must have 3 . H . D rows with H = 2, got 50",
     )
-    add("qkv_attention", "weight", (0, 16), ValueError, "must be a multiple of 8, got 0", "D",
-        bias=None)  # fmt: skip
-    add("qkv_attention", "weight", (60, 16), ValueError, "must be a multiple of 8, got 10", "D",
-        bias=None)  # fmt: skip
-    add("qkv_attention", "num_heads", 5, ValueError, "must have 3 . H . D rows with H = 5, got 48",
-        "weight")  # fmt: skip
+    add(
+        "qkv_attention",
+        "weight",
+        (0, 16),
+        ValueError,
+        "must be a multiple of 8, got 0",
+        "D",
+        bias=None,
+    )
+    add(
+        "qkv_attention",
+        "weight",
+        (60, 16),
+        ValueError,
+        "must be a multiple of 8, got 10",
+        "D",
+        bias=None,
+    )
+    add(
+        "qkv_attention",
+        "num_heads",
+        5,
+        ValueError,
+        "must have 3 . H . D rows with H = 5, got 48",
+        "weight",
+    )
     for op in ("attention", "qkv_attention"):
         add(op, "scale", torch.tensor(1.0), TypeError, "must be a number, got Tensor")
     for shape in ((4, 5), (3, 5, 5), (2, 2, 5, 5), (1, 1, 1, 5, 5)):
-        add("attention", "attn_mask", shape, ValueError,
-            r"must broadcast to \(1, 2, 5, 5\), or its first axis must divide 1, got")  # fmt: skip
+        add(
+            "attention",
+            "attn_mask",
+            shape,
+            ValueError,
+            r"must broadcast to \(1, 2, 5, 5\), or its first axis must divide 1, got",
+        )
     sdpa = "scaled_dot_product_attention"
     for argument in ("query", "key", "value"):
         add(sdpa, argument, (8,), ValueError, r"must have axes \(..., T, D\), got \(8,\)")
@@ -344,12 +410,22 @@ def _rows() -> list[Bad]:
     add(embed, "images", (1, 2, 3, 8, 4), ValueError, "must have 4 axes, got shape")
     add(embed, "images", (2, 4, 8, 4), ValueError, "must have the 3 channels of weight, got 4")
     for height, width in ((9, 4), (8, 5), (8, 2), (0, 4), (8, 0)):
-        add(embed, "images", (2, 3, height, width), ValueError,
+        add(
+            embed,
+            "images",
+            (2, 3, height, width),
+            ValueError,
             rf"must be positive multiples of the patch \(4, 4\), got \({height}, {width}\)",
-            "height and width of images")  # fmt: skip
-    add(embed, "weight", (8, 3, 4, 5), ValueError,
+            "height and width of images",
+        )
+    add(
+        embed,
+        "weight",
+        (8, 3, 4, 5),
+        ValueError,
         r"must be positive multiples of the patch \(4, 5\), got \(8, 4\)",
-        "height and width of images")  # fmt: skip
+        "height and width of images",
+    )
     add(embed, "weight", (8, 48), ValueError, "must have 4 axes, got shape")
     add(embed, "weight", (0, 3, 4, 4), ValueError, "must not be empty, got shape")
     add(embed, "weight", (8, 3, 0, 4), ValueError, "must not be empty, got shape")
@@ -359,9 +435,15 @@ def _rows() -> list[Bad]:
     add(embed, "pos_embed", (1, 4, 8), ValueError, r"must have 2 rows \(patches\) or 3 .*got shape")
     add(embed, "pos_embed", (1, 3, 7), ValueError, r"must have shape \(1, rows, 8\) or")
     add(embed, "weight", (8, 3, 2, 4, 4), ValueError, "must have 5 axes, got shape", "images")
-    add(embed, "weight", (8, 3, 2, 4, 4), ValueError,
+    add(
+        embed,
+        "weight",
+        (8, 3, 2, 4, 4),
+        ValueError,
         r"must be positive multiples of the patch \(2, 4, 4\), got \(3, 8, 4\)",
-        "frames, height and width of images", images=rand(2, 3, 3, 8, 4, grad=False))  # fmt: skip
+        "frames, height and width of images",
+        images=rand(2, 3, 3, 8, 4, grad=False),
+    )
     for keep, wanted in (
         ([[0], [1]], "must be a Tensor, got list"),
         (torch.zeros(2, 1, device=DEVICE), "must be int32 or int64, got torch.float32"),
@@ -381,11 +463,25 @@ def _rows() -> list[Bad]:
     good: Any = dict(images=pixels, mean=(0.5,) * 3, std=(0.2,) * 3)
 
     def numbers(argument, value, error, message, names=""):
-        add(embed, argument, value, error, message, names,
-            **{k: v for k, v in good.items() if k != argument})  # fmt: skip
+        add(
+            embed,
+            argument,
+            value,
+            error,
+            message,
+            names,
+            **{k: v for k, v in good.items() if k != argument},
+        )
 
-    add(embed, "mean", [0.5] * 3, TypeError, "must be uint8 with mean and std, got torch.float32",
-        "images", std=[0.2] * 3)  # fmt: skip
+    add(
+        embed,
+        "mean",
+        [0.5] * 3,
+        TypeError,
+        "must be uint8 with mean and std, got torch.float32",
+        "images",
+        std=[0.2] * 3,
+    )
     for name in ("mean", "std"):
         numbers(name, None, ValueError, f"go together, got {name}=None", "mean and std")
         for value in (0.5, "0.5", torch.ones(3)):

@@ -29,15 +29,17 @@ def _check(inputs, **options):
     with backend("triton"):
         assert_accurate(
             partial(scaled_dot_product_attention, **options),
-            partial(F.scaled_dot_product_attention, **options), inputs,
-        )  # fmt: skip
+            partial(F.scaled_dot_product_attention, **options),
+            inputs,
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(
-    "mask", [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)],
+    "mask",
+    [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)],
     ids=str,
-)  # fmt: skip
+)
 def test_bias_gradient_is_summed_over_what_shares_it(mask, dtype):
     _check(_inputs(5, 3, 19, 16, mask, dtype, S=21))
 

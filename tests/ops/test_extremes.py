@@ -108,8 +108,11 @@ def _op(
     """(one output of the op, the specification's, inputs without scales that get no gradient)"""
     sizes = {**OWN_SIZES.get(op.name, op.at(SIZES)), **sizes}
     shapes = op.shapes_of(sizes)
-    fixed = {n: rand(*shapes[n], grad=False) for n, arg in op.args.items()
-             if arg.required and not arg.grad}  # fmt: skip
+    fixed = {
+        n: rand(*shapes[n], grad=False)
+        for n, arg in op.args.items()
+        if arg.required and not arg.grad
+    }
     options = {**op.settings_of(sizes, DEVICE), **options, **fixed}
     shapes = {n: s for n, s in shapes.items() if op.args[n].grad}
 
@@ -390,8 +393,9 @@ def test_attention_of_tokens_past_2_31():
 # (channels, height, width), patch: channels, rows of a patch, patches above one another
 @pytest.mark.parametrize(
     ("shape", "patch", "axis"),
-    [((3, 4, 8), (4, 8), 1), ((2, 3, 8), (3, 8), 2), ((2, 3, 8), (1, 8), 2)], ids=str,
-)  # fmt: skip
+    [((3, 4, 8), (4, 8), 1), ((2, 3, 8), (3, 8), 2), ((2, 3, 8), (1, 8), 2)],
+    ids=str,
+)
 def test_patch_embed_addresses_past_2_31(shape, patch, axis):
     inputs = {
         "images": _far(rand(1, *shape, dtype=fp16), axis),

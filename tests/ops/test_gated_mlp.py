@@ -24,9 +24,16 @@ def route(request):
 
 
 def _inputs(
-    rows=(3, 9), C=65, F=41, N=33, dtype=fp32, form="packed", bias=True, epilogue=FULL,
+    rows=(3, 9),
+    C=65,
+    F=41,
+    N=33,
+    dtype=fp32,
+    form="packed",
+    bias=True,
+    epilogue=FULL,
     norm_dtype=None,
-):  # fmt: skip
+):
     separate = form in ("separate", "normed")
     fc1 = F if separate else 2 * F
     inputs = {
@@ -269,7 +276,7 @@ def test_gated_mlp_frozen_inputs(form, recompute):
         alone = {
             k: None if x is None else x.detach().requires_grad_(k == name)
             for k, x in inputs.items()
-        }  # fmt: skip
+        }
         gradients = _gradients(alone, form, recompute=recompute)
         assert list(gradients) == [name] and torch.equal(gradients[name], together[name]), name
 
@@ -414,21 +421,27 @@ def test_gated_mlp_row_scale_with_gradient_takes_the_torch_path():
         (
             ValueError,
             "gate_last must be False beside a gate_weight",
-            dict(
-                fc1_weight=rand(6, 8), gate_weight=rand(6, 8), gate_last=True
-            ),
+            dict(fc1_weight=rand(6, 8), gate_weight=rand(6, 8), gate_last=True),
         ),
         (TypeError, "gate_last must be True or False", dict(gate_last=1)),
         (ValueError, "norm_eps must be finite", dict(norm_eps=-1.0)),
-        (TypeError, "gate_weight must have the dtype",
-         dict(fc1_weight=rand(6, 8), gate_weight=rand(6, 8, dtype=bf16))),
+        (
+            TypeError,
+            "gate_weight must have the dtype",
+            dict(fc1_weight=rand(6, 8), gate_weight=rand(6, 8, dtype=bf16)),
+        ),
         (ValueError, "activation must be None or one of", dict(activation="swiglu")),
         (ValueError, "activation must not be None", dict(activation=None)),
         (ValueError, r"residual must have shape \(2, 3, 4\)", dict(residual=rand(2, 3, 8))),
     ],
-)  # fmt: skip
+)
 def test_gated_mlp_rejects(error, message, arguments):
-    base = {"x": rand(2, 3, 8), "fc1_weight": rand(12, 8), "fc1_bias": None,
-            "fc2_weight": rand(4, 6), "fc2_bias": None}  # fmt: skip
+    base = {
+        "x": rand(2, 3, 8),
+        "fc1_weight": rand(12, 8),
+        "fc1_bias": None,
+        "fc2_weight": rand(4, 6),
+        "fc2_bias": None,
+    }
     with pytest.raises(error, match=f"gated_mlp: .*{message}"):
         gated_mlp(**{**base, **arguments})

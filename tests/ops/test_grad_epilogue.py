@@ -81,9 +81,11 @@ def seen(monkeypatch):
         return call
 
     places = {
-        "linear_bwd": (6, 13), "mlp_bwd": (8, 18), "gated_mlp_bwd": (9, 27),
+        "linear_bwd": (6, 13),
+        "mlp_bwd": (8, 18),
+        "gated_mlp_bwd": (9, 27),
         "linear_by_library_bwd": (0, 3),
-    }  # fmt: skip
+    }
     for name, (row_scale, g) in places.items():
         spy = spied(name, operators()[name].eager, row_scale, g)
         replace_operator(monkeypatch, name, eager=spy)
@@ -108,8 +110,9 @@ def test_no_handover_past_an_activation():
     first, second = (functools.partial(f, activation="gelu") for f in (linear, linear_ref))
     assert_accurate(
         functools.partial(_run, first, layer_norm_and_input, lambda x: x),
-        functools.partial(_run, second, lambda *a: (layer_norm_ref(*a), a[0]), lambda x: x), inputs,
-    )  # fmt: skip
+        functools.partial(_run, second, lambda *a: (layer_norm_ref(*a), a[0]), lambda x: x),
+        inputs,
+    )
 
 
 def _rms_norm_and_input(x, weight, bias):
@@ -222,8 +225,9 @@ def test_grad_epilogue_of_an_input_with_another_use(use, seen):
     inputs = _inputs("mlp", fp16, "row_scale")
     assert_accurate(
         functools.partial(run, mlp, layer_norm_and_input),
-        functools.partial(run, mlp_ref, lambda *a: (layer_norm_ref(*a), a[0])), inputs,
-    )  # fmt: skip
+        functools.partial(run, mlp_ref, lambda *a: (layer_norm_ref(*a), a[0])),
+        inputs,
+    )
     assert seen == [("mlp_bwd", fp32, (True, False))]
 
 
@@ -235,8 +239,9 @@ def test_grad_epilogue_at_two_backwards_and_at_one_that_stops(seen):
     loss = (y * y).sum() + x.sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
     torch.autograd.grad(loss, between, retain_graph=True)  # ends before the layer: nobody takes
-    stale = torch.autograd.grad(between[0], leaves, torch.ones_like(x), retain_graph=True,
-                                allow_unused=True)  # fmt: skip
+    stale = torch.autograd.grad(
+        between[0], leaves, torch.ones_like(x), retain_graph=True, allow_unused=True
+    )
     second = torch.autograd.grad(loss, leaves)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert [call[1] for call in seen] == [fp16, fp32, fp16]

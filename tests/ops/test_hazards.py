@@ -238,9 +238,10 @@ def test_no_transpose_of_a_computed_value():
     transposes = list(kernels.transposes())
     assert transposes, "the attention kernels transpose what they loaded"
     wrong = [
-        (name, e, kinds) for name, e, kinds in transposes
+        (name, e, kinds)
+        for name, e, kinds in transposes
         if "computed" in kinds and name not in SPLIT_FOR_AN_EPILOGUE | RANDOM_BITS
-    ]  # fmt: skip
+    ]
     assert not wrong, wrong
 
 
@@ -401,8 +402,11 @@ def compiled(tmp_path_factory) -> list[Compiled]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(out)],
-        env=environment, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = []
     for path in sorted(out.glob("*.ptx")):
@@ -508,10 +512,11 @@ def unsafe_register_dots(ttgir: str) -> list[str]:
             continue
         indent = len(lines[dot.line]) - len(lines[dot.line].lstrip())
         waits = [
-            n for n in (*range(dot.line, last), *range(first + 1, written[0]))
+            n
+            for n in (*range(dot.line, last), *range(first + 1, written[0]))
             if re.search(r"warp_group_dot_wait .*pendings = 0 ", lines[n])
             and len(lines[n]) - len(lines[n].lstrip()) <= indent
-        ]  # fmt: skip
+        ]
         if not waits:
             unsafe.append(lines[dot.line].strip()[:80])
     return unsafe
@@ -521,10 +526,17 @@ IN_TURNS = {"attention_fwd_pingpong", "attention_bwd_pingpong"}  # written in Gl
 # P V and dP K take P and dS from registers; patch_embed casts fp32 pixels there. A kernel that is
 # not in here and has such a dot is a decision to be taken.
 REGISTER_OPERANDS = {
-    "attention_fwd", "attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_one_pass",
-    "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_images", "narrow_mlp_fwd",
-    "attention_fwd_pingpong", "attention_bwd_pingpong",
-}  # fmt: skip
+    "attention_fwd",
+    "attention_bwd_dq",
+    "attention_bwd_dkdv",
+    "attention_bwd_one_pass",
+    "patch_embed_fwd",
+    "patch_embed_bwd_weight",
+    "patch_embed_bwd_images",
+    "narrow_mlp_fwd",
+    "attention_fwd_pingpong",
+    "attention_bwd_pingpong",
+}
 
 
 def test_wgmma_with_register_operands_is_waited_for(compiled):
@@ -713,14 +725,17 @@ def test_fp32_parameters_with_low_precision_activations(dtype):
             torch.nn.functional.gelu(
                 torch.nn.functional.linear(x, parameters["fc1_weight"], parameters["fc1_bias"])
             ),
-            parameters["fc2_weight"], parameters["fc2_bias"],
-        )  # fmt: skip
+            parameters["fc2_weight"],
+            parameters["fc2_bias"],
+        )
 
     inputs = {
         "x": rand(2, 19, 40, dtype=dtype),
-        "fc1_weight": rand(72, 40, seed=1, scale=40**-0.5), "fc1_bias": rand(72, seed=2),
-        "fc2_weight": rand(40, 72, seed=3, scale=72**-0.5), "fc2_bias": rand(40, seed=4),
-    }  # fmt: skip
+        "fc1_weight": rand(72, 40, seed=1, scale=40**-0.5),
+        "fc1_bias": rand(72, seed=2),
+        "fc2_weight": rand(40, 72, seed=3, scale=72**-0.5),
+        "fc2_bias": rand(40, seed=4),
+    }
     with fk.backend("triton"):
         assert_accurate(autocast(fk.mlp), mlp_reference, inputs)
         assert_accurate(
@@ -733,4 +748,4 @@ def test_fp32_parameters_with_low_precision_activations(dtype):
                 "weight": rand(40, seed=1),
                 "bias": rand(40, seed=2),
             },
-        )  # fmt: skip
+        )

@@ -93,8 +93,10 @@ def test_linear_walks_every_tile_of_a_long_input(route):
 
 
 def test_linear_takes_a_vector(route):
-    inputs = {k: x[0].detach().requires_grad_() if k in ("x", "residual") else x
-              for k, x in _inputs((1,), epilogue=["residual", "layer_scale"]).items()}  # fmt: skip
+    inputs = {
+        k: x[0].detach().requires_grad_() if k in ("x", "residual") else x
+        for k, x in _inputs((1,), epilogue=["residual", "layer_scale"]).items()
+    }
     _check(inputs, "gelu")
 
 
@@ -351,7 +353,7 @@ def test_linear_row_stride_past_int32(route):
         (TypeError, "row_scale must be floating", lambda: dict(row_scale=torch.ones(2).bool())),
         (ValueError, "weight must be on", lambda: dict(weight=torch.empty(4, 8, device="meta"))),
     ],
-)  # fmt: skip
+)
 def test_linear_rejects(error, message, arguments):
     with pytest.raises(error, match=f"linear: .*{message}"):
         linear(**{"x": rand(2, 3, 8), "weight": rand(4, 8), **arguments()})

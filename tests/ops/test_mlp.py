@@ -294,7 +294,12 @@ def test_mlp_compiles_without_graph_breaks():
     ],
 )
 def test_mlp_rejects(error, message, arguments):
-    base = {"x": rand(2, 3, 8), "fc1_weight": rand(6, 8), "fc1_bias": None,
-            "fc2_weight": rand(4, 6), "fc2_bias": None}  # fmt: skip
+    base = {
+        "x": rand(2, 3, 8),
+        "fc1_weight": rand(6, 8),
+        "fc1_bias": None,
+        "fc2_weight": rand(4, 6),
+        "fc2_bias": None,
+    }
     with pytest.raises(error, match=f"mlp: .*{message}"):
         mlp(**{**base, **arguments})

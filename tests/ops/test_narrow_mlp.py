@@ -52,15 +52,30 @@ def _inputs(rows=(3, 9), C=40, F=72, N=40, dtype=fp32, bias=True, epilogue=FULL,
 
 
 def _narrow(
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual=None, layer_scale=None,
-    row_scale=None, activation="gelu",
-):  # fmt: skip
+    x,
+    fc1_weight,
+    fc1_bias,
+    fc2_weight,
+    fc2_bias,
+    residual=None,
+    layer_scale=None,
+    row_scale=None,
+    activation="gelu",
+):
     """The kernel, whatever `mlp` would choose."""
     out_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     return narrow_mlp_fwd(
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
-        activation, out_dtype,
-    )  # fmt: skip
+        x,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        residual,
+        layer_scale,
+        row_scale,
+        activation,
+        out_dtype,
+    )
 
 
 def _check(inputs, activation="gelu", function=_narrow, **options):
@@ -90,11 +105,17 @@ def test_narrow_mlp_parts(bias, epilogue):
 @pytest.mark.parametrize(
     ("M", "C", "F", "N"),
     [
-        (1, 1, 1, 1), (5, 64, 256, 64), (33, 192, 96, 192), (70, 256, 64, 256), (130, 40, 100, 24),
-        (9, 65, 33, 129), (16, 129, 64, 63), (17, 200, 31, 160),
+        (1, 1, 1, 1),
+        (5, 64, 256, 64),
+        (33, 192, 96, 192),
+        (70, 256, 64, 256),
+        (130, 40, 100, 24),
+        (9, 65, 33, 129),
+        (16, 129, 64, 63),
+        (17, 200, 31, 160),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_narrow_mlp_sizes(M, C, F, N, dtype):
     _check(_inputs((M,), C, F, N, dtype))
 
@@ -283,9 +304,12 @@ def test_mlp_narrow_under_autocast(x_dtype, epilogue):
 
 def test_mlp_takes_the_narrow_kernel_where_it_is_one():
     for dtype, C, N, narrow in (
-        (bf16, 256, 256, True), (fp16, 8, 256, True), (fp32, 64, 64, False),
-        (bf16, 257, 64, False), (bf16, 64, 257, False),
-    ):  # fmt: skip
+        (bf16, 256, 256, True),
+        (fp16, 8, 256, True),
+        (fp32, 64, 64, False),
+        (bf16, 257, 64, False),
+        (bf16, 64, 257, False),
+    ):
         assert is_narrow(dtype, C, N) == narrow
         inputs = _inputs((2,), C, 16, N, dtype)
         with _Sizes() as seen:
@@ -299,9 +323,15 @@ def test_mlp_takes_the_narrow_kernel_where_it_is_one():
 def test_narrow_mlp_operator_passes_opcheck():
     inputs = _inputs((2, 5), 24, 40, 16, bf16)
     names = (
-        "x", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "residual", "layer_scale",
+        "x",
+        "fc1_weight",
+        "fc1_bias",
+        "fc2_weight",
+        "fc2_bias",
+        "residual",
+        "layer_scale",
         "row_scale",
-    )  # fmt: skip
+    )
     arguments = [inputs[name] for name in names]
     library.opcheck(narrow_mlp_fwd.registered, (*arguments, "gelu", bf16))
     library.opcheck(narrow_mlp_fwd.registered, (*arguments[:5], None, None, None, "silu", bf16))

@@ -30,14 +30,22 @@ class Norm(NamedTuple):
 
 NORMS = (
     Norm(
-        layer_norm, layer_norm_and_input, layer_norm_ref, F.layer_norm, ("weight", "bias"),
+        layer_norm,
+        layer_norm_and_input,
+        layer_norm_ref,
+        F.layer_norm,
+        ("weight", "bias"),
         (1, 65, 192, 384, 768, 1024, 1280, 1408, 1536, 4304),
     ),
     Norm(
-        rms_norm, rms_norm_and_input, rms_norm_ref, F.rms_norm, ("weight",),
+        rms_norm,
+        rms_norm_and_input,
+        rms_norm_ref,
+        F.rms_norm,
+        ("weight",),
         (1, 64, 65, 192, 768, 1280, 1408, 4304),
     ),
-)  # fmt: skip
+)
 both_norms = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.op.__name__)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 

@@ -347,13 +347,15 @@ def _arguments(images=(2, 3, 8, 12), weight=(20, 3, 4, 4), **tokens):
     [
         (TypeError, "images must be a Tensor, got list", lambda: (([1.0], rand(2, 3, 4, 4)), {})),
         (
-            TypeError, r"images must be floating point, got torch\.uint8",
+            TypeError,
+            r"images must be floating point, got torch\.uint8",
             lambda: ((torch.ones(1, 3, 4, 4, dtype=torch.uint8), rand(2, 3, 4, 4)), {}),
         ),
         (ValueError, "images must have 4 axes", lambda: _arguments((3, 8, 12))),
         (ValueError, "weight must have 4 axes", lambda: _arguments(weight=(20, 48))),
         (
-            ValueError, "images must have the 3 channels of weight, got 4",
+            ValueError,
+            "images must have the 3 channels of weight, got 4",
             lambda: _arguments((2, 4, 8, 12)),
         ),
         (
@@ -363,7 +365,8 @@ def _arguments(images=(2, 3, 8, 12), weight=(20, 3, 4, 4), **tokens):
             lambda: _arguments((2, 3, 9, 12)),
         ),
         (
-            ValueError, r"multiples of the patch \(4, 4\), got \(8, 2\)",
+            ValueError,
+            r"multiples of the patch \(4, 4\), got \(8, 2\)",
             lambda: _arguments((2, 3, 8, 2)),
         ),
         (ValueError, r"got \(0, 12\)", lambda: _arguments((2, 3, 0, 12))),
@@ -377,15 +380,17 @@ def _arguments(images=(2, 3, 8, 12), weight=(20, 3, 4, 4), **tokens):
         (ValueError, r"prefix_tokens must .* got \(20,\)", lambda: _arguments(prefix_tokens=(20,))),
         (ValueError, r"pos_embed .* got \(1, 6, 21\)", lambda: _arguments(pos_embed=(1, 6, 21))),
         (
-            ValueError, r"pos_embed must have 6 rows \(patches\) or 8 .* got shape \(1, 7, 20\)",
+            ValueError,
+            r"pos_embed must have 6 rows \(patches\) or 8 .* got shape \(1, 7, 20\)",
             lambda: _arguments(prefix_tokens=(2, 20), pos_embed=(1, 7, 20)),
         ),
         (
-            TypeError, r"weight must have the dtype of images, torch\.bfloat16, got torch\.float32",
+            TypeError,
+            r"weight must have the dtype of images, torch\.bfloat16, got torch\.float32",
             lambda: ((rand(2, 3, 8, 12, dtype=bf16), rand(20, 3, 4, 4)), {}),
         ),
     ],
-)  # fmt: skip
+)
 def test_patch_embed_rejects(error, message, arguments):
     args, kwargs = arguments()
     for name in ("auto", "torch"):

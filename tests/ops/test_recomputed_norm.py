@@ -23,9 +23,13 @@ from fastvit_kernels.runtime.backend import backend
 B, T, C = 2, 5, 32
 EPS = 0.1  # no default, and large beside the numbers
 SHAPES = {
-    "x": (B, T, C), "norm_weight": (C,), "norm_bias": (C,),
-    "qkv_weight": (3 * C, C), "fc1_weight": (48, C), "fc2_weight": (C, 48),
-}  # fmt: skip
+    "x": (B, T, C),
+    "norm_weight": (C,),
+    "norm_bias": (C,),
+    "qkv_weight": (3 * C, C),
+    "fc1_weight": (48, C),
+    "fc2_weight": (C, 48),
+}
 
 
 def _inputs():
@@ -171,9 +175,18 @@ def _model_gradients(memory, norm):
     torch.manual_seed(0)
     rope = {} if norm == "LayerNorm" else dict(rope_type="cat", qk_norm=True)
     model = VisionTransformer(
-        8, 4, 3, 5, embed_dim=32, depth=2, num_heads=2, init_values=0.5, memory=memory,
-        norm_layer=norm, **rope,
-    ).to(DEVICE)  # fmt: skip
+        8,
+        4,
+        3,
+        5,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        init_values=0.5,
+        memory=memory,
+        norm_layer=norm,
+        **rope,
+    ).to(DEVICE)
     images = rand(2, 3, 8, 8, seed=1, grad=False)
     with backend("triton"), Launches() as launches:
         with torch.autocast(DEVICE.type, torch.float16):
@@ -233,9 +246,14 @@ def test_a_block_of_low_memory_keeps_what_a_hook_gave():
 
 
 WEIGHTS = (
-    "attn.qkv.weight", "attn.proj.weight", "attn.proj.bias", "mlp.fc1.weight", "mlp.fc2.weight",
-    "mlp.fc2.bias", "ls1.gamma",
-)  # fmt: skip
+    "attn.qkv.weight",
+    "attn.proj.weight",
+    "attn.proj.bias",
+    "mlp.fc1.weight",
+    "mlp.fc2.weight",
+    "mlp.fc2.bias",
+    "ls1.gamma",
+)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -19,9 +19,15 @@ from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
 SHAPES = {
-    "x": (B, T, C), "norm1": (C,), "proj": (C, C), "bias": (C,), "gamma": (C,),
-    "norm2": (C,), "fc1": (48, C), "fc2": (C, 48),
-}  # fmt: skip
+    "x": (B, T, C),
+    "norm1": (C,),
+    "proj": (C, C),
+    "bias": (C,),
+    "gamma": (C,),
+    "norm2": (C,),
+    "fc1": (48, C),
+    "fc2": (C, 48),
+}
 
 
 @pytest.fixture
@@ -43,9 +49,13 @@ def _gradients(inputs, low, scaled=True, spoil=None):
     with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
         y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
         x = linear(
-            y, p["proj"], p.get("bias"), residual=first, row_scale=rows,
+            y,
+            p["proj"],
+            p.get("bias"),
+            residual=first,
+            row_scale=rows,
             layer_scale=p["gamma"] if scaled else None,
-        )  # fmt: skip
+        )
         if low:
             with recomputed_sum(x) as again:
                 y, same = layer_norm_and_input(x, p["norm2"], out_dtype=torch.float16)

@@ -103,8 +103,9 @@ def test_one_pairing_does_not_pass_for_the_other(norm, interleaved):
     with backend("triton"):
         errors = compare(
             partial(rope, interleaved=not interleaved, norm=norm),
-            partial(rope_ref, interleaved=interleaved, norm=norm), inputs,
-        )  # fmt: skip
+            partial(rope_ref, interleaved=interleaved, norm=norm),
+            inputs,
+        )
     assert not any(e.passed for e in errors if e.name in ("out0", "out1", "dq", "dk"))
 
 

@@ -16,8 +16,9 @@ def _inputs(B, T, H, D, dtype=fp32, R=None, prefix=1, norm=None, C=24):
         "x": rand(B, T, C, dtype=dtype),
         "weight": rand(3 * H * D, C, dtype=dtype, seed=1, scale=C**-0.5),
         "bias": rand(3 * H * D, dtype=dtype, seed=2),
-        **_tables(T - prefix, R or D), **_norms(D, norm),
-    }  # fmt: skip
+        **_tables(T - prefix, R or D),
+        **_norms(D, norm),
+    }
 
 
 def _check(inputs, **options):
@@ -128,11 +129,14 @@ def test_rope_attention_empty_batch():
         (ValueError, "weight must have 3", lambda: dict(num_heads=7)),
         (ValueError, "D must be a multiple of 8, got 4", lambda: dict(num_heads=4)),
         (ValueError, "cos must have shape", lambda: _tables(9, 8)),
-        (ValueError, "q_norm_bias must be None", lambda: _norms(8, "layer_norm")
-         | dict(norm="rms_norm")),
+        (
+            ValueError,
+            "q_norm_bias must be None",
+            lambda: _norms(8, "layer_norm") | dict(norm="rms_norm"),
+        ),
         (TypeError, "bias must have the dtype of x", lambda: dict(bias=rand(48, dtype=bf16))),
     ],
-)  # fmt: skip
+)
 def test_rope_attention_rejects(error, message, changes):
     with pytest.raises(error, match=message):
         rope_attention(**{**_inputs(1, 5, 2, 8), "num_heads": 2, "prefix_tokens": 1, **changes()})

@@ -64,12 +64,14 @@ def _norm_ref(norm, x, samples, weight, bias=None):
 def test_norm_forward_backward(norm, dtype):
     inputs = dict(
         x=rand(T, B, C + 8, dtype=dtype)[..., :C].transpose(0, 1).detach().requires_grad_(),
-        samples=_samples(), weight=rand(C, seed=1),
-    )  # fmt: skip
+        samples=_samples(),
+        weight=rand(C, seed=1),
+    )
     if norm == "layer_norm":
         inputs["bias"] = rand(C, seed=2)
-    inputs = {n: x if n == "samples" else x.to(dtype).detach().requires_grad_()
-              for n, x in inputs.items()}  # fmt: skip
+    inputs = {
+        n: x if n == "samples" else x.to(dtype).detach().requires_grad_() for n, x in inputs.items()
+    }
     function = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
 
     def run(x, samples, **params):
@@ -100,8 +102,9 @@ def params(inputs):
 def _epilogue(N, dtype=fp32, samples=None):
     return dict(
         residual=rand(B, T, N + 8, seed=7)[..., :N].detach().requires_grad_(),  # rows with gaps
-        layer_scale=rand(N, seed=8, dtype=dtype), row_scale=_samples(),
-    )  # fmt: skip
+        layer_scale=rand(N, seed=8, dtype=dtype),
+        row_scale=_samples(),
+    )
 
 
 def _linear(N=20, dtype=fp32):
@@ -116,9 +119,10 @@ def _linear(N=20, dtype=fp32):
 def test_linear_forward_backward(route, activation, dtype):
     with fk.backend("triton"), forced_route(route):
         assert_accurate(
-            partial(linear, activation=activation), partial(linear_ref, activation=activation),
+            partial(linear, activation=activation),
+            partial(linear_ref, activation=activation),
             _linear(dtype=dtype),
-        )  # fmt: skip
+        )
 
 
 def test_linear_where_the_gluon_kernel_is_chosen():
@@ -130,8 +134,10 @@ def test_linear_where_the_gluon_kernel_is_chosen():
 
 def _mlp(gated=False, F=40):
     matrix = {"fc1_weight": (2 * F if gated else F, C), "fc2_weight": (C, F)}
-    inputs = {n: (rand(*s, seed=i, grad=False) / 5).requires_grad_()
-              for i, (n, s) in enumerate(matrix.items())}  # fmt: skip
+    inputs = {
+        n: (rand(*s, seed=i, grad=False) / 5).requires_grad_()
+        for i, (n, s) in enumerate(matrix.items())
+    }
     biases = {"fc1_bias": matrix["fc1_weight"][:1], "fc2_bias": (C,)}
     inputs |= {n: rand(*s, seed=i + 2) for i, (n, s) in enumerate(biases.items())}
     return dict(x=rand(3, T, C, seed=9), **inputs, **_epilogue(C))
@@ -145,8 +151,9 @@ def test_mlp_forward_backward(route):
 
 def test_narrow_mlp_without_gradients():
     """Which has a kernel of its own, for all samples."""
-    inputs = {n: x.detach() if n == "row_scale" else x.detach().bfloat16()
-              for n, x in _mlp().items()}  # fmt: skip
+    inputs = {
+        n: x.detach() if n == "row_scale" else x.detach().bfloat16() for n, x in _mlp().items()
+    }
     with fk.backend("triton"), torch.no_grad():
         torch.testing.assert_close(mlp(**inputs), mlp_ref(**inputs), rtol=0.02, atol=0.02)
 
@@ -184,9 +191,12 @@ def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
         epilogue, "backward_epilogue", lambda *a, **k: passes.append(1) or first_pass(*a, **k)
     )
     inputs = dict(
-        x=rand(B, T, C), weight=rand(C, C, seed=1), bias=rand(C, seed=2),
-        layer_scale=rand(C, seed=3), norm_weight=rand(C, seed=4),
-    )  # fmt: skip
+        x=rand(B, T, C),
+        weight=rand(C, C, seed=1),
+        bias=rand(C, seed=2),
+        layer_scale=rand(C, seed=3),
+        norm_weight=rand(C, seed=4),
+    )
 
     def run(normed, product, x, weight, bias, layer_scale, norm_weight):
         for samples in draws:
@@ -226,7 +236,7 @@ def test_operators_have_schemas_and_fakes():
             lin.linear_bwd,
             (x, y, weight, b, None, w, samples, "", fp32, fp32, fp32, fp32, fp32),
         ),
-    ]  # fmt: skip
+    ]
     for op, args in calls:
         library.opcheck(op.registered, args, test_utils=tests)
 

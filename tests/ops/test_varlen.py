@@ -135,7 +135,7 @@ def test_varlen_dropout():
     ("starts", "max_seqlen"),
     [((0, 5, 40), 40), ((0, 9, 4, 12), 9), ((-3, 5, 12), 12), ((0, 12), 4)],
     ids=["past the end", "descending", "before the first", "longer than max_seqlen"],
-)  # fmt: skip
+)
 def test_varlen_touches_no_foreign_memory_whatever_cu_seqlens_holds(starts, max_seqlen):
     """What comes out is not said; the tests' guard sees each address."""
     starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
@@ -189,7 +189,7 @@ def test_varlen_rejects():
         (ValueError, r"qkv must be .total, 3, H, D., got", dict(qkv=qkv.transpose(1, 2))),
         (ValueError, "D must be a multiple of 8, got 12", dict(qkv=qkv[..., :12])),
         (ValueError, r"dropout_p must be in .0, 1.", dict(dropout_p=1.0)),
-    ]  # fmt: skip
+    ]
     for error, message, change in bad:
         with pytest.raises(error, match=f"^varlen_attention: {message}"):
             varlen_attention(**{"qkv": qkv, "cu_seqlens": starts, "max_seqlen": 7, **change})

@@ -26,13 +26,27 @@ BENCH = PACKAGE.parent / "bench"
 TESTS = Path(__file__).parents[1]
 SUPPORT = TESTS / "support"
 # Triton's interpreter itself, whose functions these replace or call by their names.
-INTERPRETER = {"interpreter.py", "interpreted.py", "fast_interpreter.py", "fast_language.py",
-               "fast_memory.py", "fast_operations.py", "test_fast_interpreter.py"}  # fmt: skip
+INTERPRETER = {
+    "interpreter.py",
+    "interpreted.py",
+    "fast_interpreter.py",
+    "fast_language.py",
+    "fast_memory.py",
+    "fast_operations.py",
+    "test_fast_interpreter.py",
+}
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
 # Of objects, with what each has in its place.
-OF_OBJECTS = {"_dynamo_marked_constant", "_active_collector", "_attn_implementation", "_fast_norm",
-              "_active", "_get_rel_pos_bias", "_schema",
-              "_compiled_call_impl"}  # fmt: skip
+OF_OBJECTS = {
+    "_dynamo_marked_constant",
+    "_active_collector",
+    "_attn_implementation",
+    "_fast_norm",
+    "_active",
+    "_get_rel_pos_bias",
+    "_schema",
+    "_compiled_call_impl",
+}
 ANYWHERE = set(vars(nn.Module())) | {"_replace", "_asdict", "_fields", "_exit"}
 ANYWHERE.add("_fingerprint")  # of a data set, by another library
 
@@ -77,8 +91,18 @@ def private_names(tree):
             found = found if found[0] in LIBRARIES else []
         elif isinstance(node, ast.Call):
             called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if called in ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "resolve_name",
-                          "import_module", "importorskip", "methodcaller", "patch"):  # fmt: skip
+            if called in (
+                "getattr",
+                "hasattr",
+                "setattr",
+                "delattr",
+                "attrgetter",
+                "resolve_name",
+                "import_module",
+                "importorskip",
+                "methodcaller",
+                "patch",
+            ):
                 texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
                 found = [p for t in texts if isinstance(t, str) for p in re.split("[.:]", t)]
         for name in filter(is_private, found):
@@ -100,8 +124,9 @@ def test_private_names_stand_in_one_file(folder, home, reads):
         f"{file.relative_to(folder)}:{line} {name}"
         for file, tree in trees(folder)
         if file != home and not (file.parent == SUPPORT and file.name in INTERPRETER)
-        for line, name in private_names(tree) if name not in known
-    ]  # fmt: skip
+        for line, name in private_names(tree)
+        if name not in known
+    ]
     assert not found
 
 
@@ -163,14 +188,23 @@ HOOKS = [n for n in NAMES if "_global_" in n]
 def ask(tmp_path_factory):
     """The exit status and the messages of without_names.py for a list of names."""
     environment = os.environ | {
-        "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
-    }  # fmt: skip
+    }
     messages = tmp_path_factory.mktemp("without") / "messages"
-    with messages.open("w") as file, subprocess.Popen(
-        [sys.executable, str(SUPPORT / "without_names.py")], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file,
-    ) as server:  # fmt: skip
+    with (
+        messages.open("w") as file,
+        subprocess.Popen(
+            [sys.executable, str(SUPPORT / "without_names.py")],
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+        ) as server,
+    ):
 
         def answer(names):
             before = len(messages.read_text())
@@ -198,7 +232,10 @@ def test_an_older_release_is_refused_in_a_line():
         compat.check_version(name, ".".join(map(str, floor)), floor)
         script = f"import {name}; {name}.__version__ = '1.13.1'\nfrom fastvit_kernels import linear"
         ran = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=False,
             env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
-        )  # fmt: skip
+        )
         assert ran.stderr.splitlines()[-1].startswith(f"ImportError: fastvit_kernels needs {name} ")

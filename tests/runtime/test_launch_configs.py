@@ -174,9 +174,15 @@ def _calls():
         for C in (8, 100, 192, 384, 768, 1280, 3000, 65536):
             yield _norm, (2, 197, C, dtype)
         for T, dims in (
-            (1, (64,)), (50, (64,)), (100, (32, 64)), (197, (16, 64, 72, 80, 128)), (256, (64,)),
-            (257, (64, 96)), (577, (32, 64, 104, 256)), (1025, (64, 160)),
-        ):  # fmt: skip
+            (1, (64,)),
+            (50, (64,)),
+            (100, (32, 64)),
+            (197, (16, 64, 72, 80, 128)),
+            (256, (64,)),
+            (257, (64, 96)),
+            (577, (32, 64, 104, 256)),
+            (1025, (64, 160)),
+        ):
             for D in dims:
                 yield _attend, ((1, T, 3, D, dtype) if D in (72, 96) else (256, T, 12, D, dtype))
         yield _attend_masked, (2, 50, 3, 64, dtype)
@@ -198,9 +204,13 @@ def test_every_default_ships_and_fits(gpu):
     """Whatever the op is asked on any target, the default is one of the configs that are tested."""
     wrong = []
     with (
-        on_absent_gpu(gpu), launches_left_out(), backend("triton"), recording() as choices,
-        FakeTensorMode(), _RunLaunchers(Trace()),
-    ):  # fmt: skip
+        on_absent_gpu(gpu),
+        launches_left_out(),
+        backend("triton"),
+        recording() as choices,
+        FakeTensorMode(),
+        _RunLaunchers(Trace()),
+    ):
         for call, arguments in _calls():
             call(*arguments)
     for choice in choices:

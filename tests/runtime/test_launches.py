@@ -155,8 +155,11 @@ def picked(monkeypatch):
     launch = bind_launch(Kernel(), (3,), 5, BLOCK_M=16)
     return SimpleNamespace(
         launch=lambda: [seen.clear(), launch(torch.zeros(1)), seen[0][0]][-1],
-        kernel=Kernel, seen=seen, at=at, answers=answers,
-    )  # fmt: skip
+        kernel=Kernel,
+        seen=seen,
+        at=at,
+        answers=answers,
+    )
 
 
 def test_a_kernel_is_picked_once_for_arguments_of_a_kind(picked):

@@ -300,32 +300,34 @@ _HEADS = dict(query=(2, 2, 3, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8))
 FLOPS: dict[str, tuple[Callable[..., Any], Mapping[str, tuple[int, ...]], int]] = {
     "linear": (fk.linear, dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0),
     "linear gelu": (
-        partial(fk.linear, activation="gelu"), dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)), 0
+        partial(fk.linear, activation="gelu"),
+        dict(x=(2, 3, 8), weight=(4, 8), bias=(4,)),
+        0,
     ),
     "linear kept": (fk.linear, dict(_KEPT, weight=(4, 8)), 0),
     "mlp": (fk.mlp, dict(x=(2, 3, 8), **_FC1, **_FC2), 0),
     "mlp kept": (fk.mlp, dict(_KEPT, **_FC1, **_FC2), 0),
-    "packed gate": (
-        fk.gated_mlp, dict(x=(2, 3, 8), fc1_weight=(24, 8), fc1_bias=(24,), **_FC2), 0
-    ),
+    "packed gate": (fk.gated_mlp, dict(x=(2, 3, 8), fc1_weight=(24, 8), fc1_bias=(24,), **_FC2), 0),
     "gate": (fk.gated_mlp, dict(x=(2, 3, 8), **_FC1, **_FC2, **_GATE), 0),
     "gate kept": (fk.gated_mlp, dict(_KEPT, **_FC1, **_FC2, **_GATE), 0),
     "attention": (fk.attention, dict(qkv=(2, 5, 3, 2, 8)), 2 * 2 * 5 * 5 * 8),
     "attention mask": (
-        fk.attention, dict(qkv=(2, 5, 3, 2, 8), attn_mask=(5, 5)), 2 * 2 * 5 * 5 * 8
+        fk.attention,
+        dict(qkv=(2, 5, 3, 2, 8), attn_mask=(5, 5)),
+        2 * 2 * 5 * 5 * 8,
     ),
-    "varlen": (
-        partial(fk.varlen_attention, max_seqlen=4), dict(qkv=(6, 3, 2, 8)), 2 * 6 * 4 * 8
-    ),
+    "varlen": (partial(fk.varlen_attention, max_seqlen=4), dict(qkv=(6, 3, 2, 8)), 2 * 6 * 4 * 8),
     "qkv": (partial(fk.qkv_attention, num_heads=2), _QKV, 2 * 2 * 3 * 3 * 8),
     "rope": (partial(fk.rope_attention, num_heads=2), _QKV | _TABLES, 2 * 2 * 3 * 3 * 8),
     "sdpa": (fk.scaled_dot_product_attention, _HEADS, 2 * 2 * 3 * 5 * 8),
     "sdpa mask": (
-        fk.scaled_dot_product_attention, dict(_HEADS, attn_mask=(3, 5)), 2 * 2 * 3 * 5 * 8
+        fk.scaled_dot_product_attention,
+        dict(_HEADS, attn_mask=(3, 5)),
+        2 * 2 * 3 * 5 * 8,
     ),
     "patches": (fk.patch_embed, dict(images=(2, 3, 4, 6), weight=(8, 3, 2, 2)), 0),
     "kept patches": (fk.patch_embed, dict(images=(2, 3, 4, 6), weight=(8, 3, 2, 2)), 0),
-}  # fmt: skip
+}
 
 
 def _flops(call, inputs):
@@ -371,6 +373,8 @@ def test_flops_are_counted_as_torchs(name, monkeypatch):
 
 def test_flops_of_a_narrow_mlp():
     shapes = FLOPS["mlp"][1]
-    inputs = {n: rand(*s, seed=i, dtype=torch.bfloat16, grad=False)
-              for i, (n, s) in enumerate(shapes.items())}  # fmt: skip
+    inputs = {
+        n: rand(*s, seed=i, dtype=torch.bfloat16, grad=False)
+        for i, (n, s) in enumerate(shapes.items())
+    }
     assert _flops(fk.mlp, inputs) == 2 * 6 * 12 * (8 + 4)

@@ -87,9 +87,13 @@ def _element(pointer: Any) -> Any:
 
 
 def load(
-    pointer: Any, mask: Any = None, other: Any = None, *args: Any, _semantic: Any = _semantic,
+    pointer: Any,
+    mask: Any = None,
+    other: Any = None,
+    *args: Any,
+    _semantic: Any = _semantic,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     element, mask, other = _element(pointer), unwrap(mask), unwrap(other)
     if element is not None and not args and not kwargs and _is_mask(mask, pointer.type):
         type = _of_element(pointer.type, element)
@@ -110,14 +114,22 @@ def load(
 
 
 def store(
-    pointer: Any, value: Any, mask: Any = None, *args: Any, _semantic: Any = _semantic,
+    pointer: Any,
+    value: Any,
+    mask: Any = None,
+    *args: Any,
+    _semantic: Any = _semantic,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     element, mask = _element(pointer), unwrap(mask)
     if (
-        element is None or args or kwargs or value.__class__ is not Tensor
-        or not _is_mask(mask, pointer.type) or not _spreads(value.type, pointer.type)
-    ):  # fmt: skip
+        element is None
+        or args
+        or kwargs
+        or value.__class__ is not Tensor
+        or not _is_mask(mask, pointer.type)
+        or not _spreads(value.type, pointer.type)
+    ):
         return _slow[store](pointer, value, mask, *args, _semantic=_semantic, **kwargs)
     handle = cast(_semantic, value, element).handle
     if mask is None:
@@ -146,9 +158,14 @@ def _product(a: Any, b: Any) -> Any:
 
 
 def dot(
-    input: Any, other: Any, acc: Any = None, input_precision: Any = None, *args: Any,
-    _semantic: Any = _semantic, **kwargs: Any,
-) -> Any:  # fmt: skip
+    input: Any,
+    other: Any,
+    acc: Any = None,
+    input_precision: Any = None,
+    *args: Any,
+    _semantic: Any = _semantic,
+    **kwargs: Any,
+) -> Any:
     if not args and not kwargs and input.__class__ is Tensor and other.__class__ is Tensor:
         type = _product(input.type, other.type)
         if (
@@ -162,9 +179,12 @@ def dot(
 
 
 def to(
-    self: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False,
+    self: Any,
+    dtype: Any,
+    fp_downcast_rounding: Any = None,
+    bitcast: Any = False,
     _semantic: Any = _semantic,
-) -> Any:  # fmt: skip
+) -> Any:
     """tensor.to and tl.cast."""
     dtype = unwrap(dtype)
     if fp_downcast_rounding is None and bitcast is False and isinstance(dtype, core.dtype):
@@ -281,9 +301,7 @@ def zeros(shape: Any, dtype: Any) -> Any:
     return _result(known[0], dtype, known[1])
 
 
-def philox(
-    c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10
-) -> Any:  # fmt: skip
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
     """philox_impl of 32 bits."""
     counters, type = (c0, c1, c2, c3), c0.type
     if not all(x.__class__ is Tensor and x.type is type for x in counters):
@@ -305,18 +323,30 @@ _NAN_WINS = triton.__version__.startswith("3.6.")
 minimum = _extreme(np.minimum if _NAN_WINS else np.fmin)
 maximum = _extreme(np.maximum if _NAN_WINS else np.fmax)
 _builtins: dict[Any, Any] = {
-    core.arange: arange, core.load: load, core.store: store, core.dot: dot, core.where: where,
-    Tensor.to: to, core.cast: to, core.minimum: minimum, core.maximum: maximum,
-    tl.math.exp: _unary(np.exp), tl.math.exp2: _unary(np.exp2), tl.math.log2: _unary(np.log2),
-    tl.math.log: _unary(np.log), tl.math.sqrt: _unary(np.sqrt),
+    core.arange: arange,
+    core.load: load,
+    core.store: store,
+    core.dot: dot,
+    core.where: where,
+    Tensor.to: to,
+    core.cast: to,
+    core.minimum: minimum,
+    core.maximum: maximum,
+    tl.math.exp: _unary(np.exp),
+    tl.math.exp2: _unary(np.exp2),
+    tl.math.log2: _unary(np.log2),
+    tl.math.log: _unary(np.log),
+    tl.math.sqrt: _unary(np.sqrt),
     tl.math.rsqrt: _unary(lambda x: 1 / np.sqrt(x)),
-}  # fmt: skip
+}
 _slow = {fast: slow.__wrapped__ for slow, fast in _builtins.items()}  # triton's own
 _functions = {
-    standard.sum.fn: _reduction(np.sum), standard.max.fn: _reduction(np.fmax.reduce),
-    standard.min.fn: _reduction(np.fmin.reduce), standard.zeros.fn: zeros,
+    standard.sum.fn: _reduction(np.sum),
+    standard.max.fn: _reduction(np.fmax.reduce),
+    standard.min.fn: _reduction(np.fmin.reduce),
+    standard.zeros.fn: zeros,
     random.philox_impl.fn: philox,
-}  # fmt: skip
+}
 _patch_lang_core = interpreter._patch_lang_core
 
 

@@ -93,9 +93,14 @@ def create_load(self: Any, ptr: Any, cache: Any, eviction: Any, is_volatile: Any
 
 
 def create_masked_load(
-    self: Any, ptrs: Any, mask: Any, other: Any,
-    cache_modifier: Any, eviction_policy: Any, is_volatile: Any,
-) -> Any:  # fmt: skip
+    self: Any,
+    ptrs: Any,
+    mask: Any,
+    other: Any,
+    cache_modifier: Any,
+    eviction_policy: Any,
+    is_volatile: Any,
+) -> Any:
     dtype = ptrs.get_element_ty()
     kind = interpreter._get_np_dtype(dtype)
     if other is None or other.data.dtype == kind:

@@ -51,19 +51,22 @@ def figures() -> list[Figure]:
         ),
         Figure(len(SHIPPED), "launch configs, each forced", "pytest tests/ops/test_all_configs.py"),
         Figure(
-            BAD_CALLS, "bad calls of the ops, on both backends",
+            BAD_CALLS,
+            "bad calls of the ops, on both backends",
             "pytest tests/ops/test_bad_calls.py",
         ),
         Figure(
-            BAD_MODEL_CALLS, "bad calls of modules, models and switches",
+            BAD_MODEL_CALLS,
+            "bad calls of modules, models and switches",
             "pytest tests/models/test_bad_models.py",
         ),
         Figure(
-            BAD_WEIGHTS, "hostile weight files and state dicts",
+            BAD_WEIGHTS,
+            "hostile weight files and state dicts",
             "pytest tests/models/test_hostile_weights.py",
         ),
         Figure(len(FAULTS), "faults to plant", "python tests/support/mutate.py"),
-    ]  # fmt: skip
+    ]
 
 
 def table() -> str:

@@ -121,12 +121,19 @@ def _case(draw: Draw, op: Op) -> Case:
     first = next(iter(inputs.values()))
     route = pick(None, "triton") if "residual" in op.args else None
     return Case(
-        op.name, inputs, {**options, **op.settings_of(sizes, DEVICE)}, upstream=draw(_layout(3)),
-        autocast=autocast, route=route, seed=draw(st.integers(0, 2**20)), direct=pick(False, True),
+        op.name,
+        inputs,
+        {**options, **op.settings_of(sizes, DEVICE)},
+        upstream=draw(_layout(3)),
+        autocast=autocast,
+        route=route,
+        seed=draw(st.integers(0, 2**20)),
+        direct=pick(False, True),
         # an input without a gradient is handed on without one
-        first_output=op.outputs > 1 and not FACTS[op.name].alike
+        first_output=op.outputs > 1
+        and not FACTS[op.name].alike
         and not (isinstance(first, Spec) and first.grad and pick(False, True)),
-    )  # fmt: skip
+    )
 
 
 STRATEGIES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {

@@ -28,10 +28,17 @@ class Classifier(nn.Module):
 
         self.vit = ViTForImageClassification(
             ViTConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                image_size=8, patch_size=4, num_channels=3, num_labels=10, layer_norm_eps=1e-6,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=8,
+                patch_size=4,
+                num_channels=3,
+                num_labels=10,
+                layer_norm_eps=1e-6,
             )
-        )  # fmt: skip
+        )
 
     def forward(self, images):
         return self.vit(pixel_values=images).logits
@@ -61,9 +68,16 @@ def build(host: str) -> nn.Module:
         import timm
 
         return timm.create_model(
-            "vit_base_patch14_dinov2", img_size=8, patch_size=4, embed_dim=32, depth=2,
-            num_heads=2, mlp_ratio=2, num_classes=10, init_values=0.1,
-        )  # fmt: skip
+            "vit_base_patch14_dinov2",
+            img_size=8,
+            patch_size=4,
+            embed_dim=32,
+            depth=2,
+            num_heads=2,
+            mlp_ratio=2,
+            num_classes=10,
+            init_values=0.1,
+        )
     if host == "torchvision":
         from torchvision.models import VisionTransformer
 

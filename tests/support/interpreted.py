@@ -37,10 +37,16 @@ def outcome(function, *arguments, **options):
             return type(error)
     results = results if isinstance(results, tuple) else (results,)
     return [
-        (str(x.type), str(x.handle.dtype), x.handle.data.dtype, x.handle.data.shape,
-         x.handle.data.tobytes())
-        for x in results if x.handle is not None
-    ]  # fmt: skip
+        (
+            str(x.type),
+            str(x.handle.dtype),
+            x.handle.data.dtype,
+            x.handle.data.shape,
+            x.handle.data.tobytes(),
+        )
+        for x in results
+        if x.handle is not None
+    ]
 
 
 def as_triton_does(function, *arguments, **options):
@@ -48,8 +54,9 @@ def as_triton_does(function, *arguments, **options):
     theirs = dict(
         binary_op_type_checking_impl=fast_operations._typed_operands,
         broadcast_impl_value=fast_operations._broadcast_values,
-        cast=fast_operations._cast, to_tensor=fast_operations._to_tensor,
-    )  # fmt: skip
+        cast=fast_operations._cast,
+        to_tensor=fast_operations._to_tensor,
+    )
     moves = "create_load", "create_masked_load", "create_store", "create_masked_store"
     moves = {name: getattr(fast_memory, f"_{name}") for name in moves}
     with (

@@ -63,9 +63,15 @@ def build(size: Size, seed: int) -> nn.Module:
 
     torch.manual_seed(seed)
     model = VisionTransformer(
-        img_size=8, patch_size=size.patch, in_chans=1, num_classes=10, embed_dim=size.width,
-        depth=size.depth, num_heads=size.heads, mlp_ratio=2,
-    )  # fmt: skip
+        img_size=8,
+        patch_size=size.patch,
+        in_chans=1,
+        num_classes=10,
+        embed_dim=size.width,
+        depth=size.depth,
+        num_heads=size.heads,
+        mlp_ratio=2,
+    )
     for module in model.modules():  # timm's 0.02 starves so narrow a model
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
@@ -124,9 +130,13 @@ def held_out_accuracy(model: nn.Module, precision: str) -> float:
 
 
 def train(
-    model: nn.Module, size: Size, seed: int, precision: str, steps: int,
+    model: nn.Module,
+    size: Size,
+    seed: int,
+    precision: str,
+    steps: int,
     evaluate: bool = True,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """AdamW with a linear warm-up and decay; the same arithmetic whatever the model is."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, weight_decay=0.05)
     warm = max(1, int(WARM * steps))

@@ -20,10 +20,18 @@ FAR = 8.0  # times its limit: an error that no luck explains
 
 # The kernels that a whole model launches, forward and backward.
 KERNELS = {
-    "patch_embed_fwd", "patch_embed_bwd_weight", "patch_embed_bwd_tokens",
-    "layer_norm_fwd", "layer_norm_bwd", "qkv_projection_fwd", "attention_fwd",
-    "attention_and_bias_bwd", "linear_fwd", "linear_bwd", "mlp_bwd",
-}  # fmt: skip
+    "patch_embed_fwd",
+    "patch_embed_bwd_weight",
+    "patch_embed_bwd_tokens",
+    "layer_norm_fwd",
+    "layer_norm_bwd",
+    "qkv_projection_fwd",
+    "attention_fwd",
+    "attention_and_bias_bwd",
+    "linear_fwd",
+    "linear_bwd",
+    "mlp_bwd",
+}
 
 
 class Launches(TorchDispatchMode):

@@ -115,10 +115,15 @@ def _rope_fuzz(pick: Pick) -> dict[str, Any]:
     B, H, D = pick(1, 2, 0, 1, 3), pick(1, 2, 3), 2 * pick.up_to(70)
     T = pick.up_to(max(1, min(200, 12_000 // (D * H * max(1, B)))))
     return dict(
-        B=B, T=T, H=H, D=D, R=pick(D, 2 * pick.integer(1, D // 2)),
-        prefix=pick(0, pick.integer(0, T)), lead=pick((), (B,), (1,), (B, H), (1, H), (B, 1)),
+        B=B,
+        T=T,
+        H=H,
+        D=D,
+        R=pick(D, 2 * pick.integer(1, D // 2)),
+        prefix=pick(0, pick.integer(0, T)),
+        lead=pick((), (B,), (1,), (B, H), (1, H), (B, 1)),
         norm=pick(None, None, "layer_norm", "rms_norm"),
-    )  # fmt: skip
+    )
 
 
 def _heads(pick: Pick) -> dict[str, Any]:
@@ -149,10 +154,13 @@ def _rope_attention_fuzz(pick: Pick) -> dict[str, Any]:
     heads = _heads(pick)
     D, T = heads["D"], heads["T"]
     return dict(
-        **heads, lead=pick((), (), (1, heads["H"])), prefix=pick(0, pick.integer(0, T)),
-        C=pick.up_to(100), R=pick(D, 2 * pick.integer(1, D // 2)),
+        **heads,
+        lead=pick((), (), (1, heads["H"])),
+        prefix=pick(0, pick.integer(0, T)),
+        C=pick.up_to(100),
+        R=pick(D, 2 * pick.integer(1, D // 2)),
         norm=pick(None, "layer_norm", "rms_norm"),
-    )  # fmt: skip
+    )
 
 
 def _varlen_fuzz(pick: Pick) -> dict[str, Any]:
@@ -188,11 +196,19 @@ def _patch_fuzz(pick: Pick) -> dict[str, Any]:
         grid, patch = (frames, *grid), (depth, *patch)
     prefix, num_patches = pick(0, pick.integer(0, 5)), math.prod(grid)
     return dict(
-        B=B, channels=channels, grid=grid, patch=patch, C=C, prefix=prefix,
-        lead=pick((), (1,)), pos=num_patches + pick(0, prefix), given=("prefix_tokens",),
-        kept=pick(0, pick.integer(1, num_patches)), index=pick(torch.int64, torch.int32),
+        B=B,
+        channels=channels,
+        grid=grid,
+        patch=patch,
+        C=C,
+        prefix=prefix,
+        lead=pick((), (1,)),
+        pos=num_patches + pick(0, prefix),
+        given=("prefix_tokens",),
+        kept=pick(0, pick.integer(1, num_patches)),
+        index=pick(torch.int64, torch.int32),
         uint8=pick(False, False, True),
-    )  # fmt: skip
+    )
 
 
 _NORM_OPTIONS = {
@@ -206,9 +222,11 @@ _SCALE = Option("scale", (None, 0.3, 1.0))
 _SCORES = {"scale": _SCALE, "dropout_p": Option("probability below 1")}
 _RECOMPUTE = {"recompute": Option("flag", (False, True))}
 _ROPE_OPTIONS = {
-    "interleaved": Option("flag", (False, True)), "prefix_tokens": Option("count or 0"),
-    "norm": Option("norm"), "eps": Option("eps", (1e-6, 1e-5)),
-}  # fmt: skip
+    "interleaved": Option("flag", (False, True)),
+    "prefix_tokens": Option("count or 0"),
+    "norm": Option("norm"),
+    "eps": Option("eps", (1e-6, 1e-5)),
+}
 _QKV_SIZES = dict(B=1, T=5, H=2, D=8)
 _ROPE_SIZES = dict(**_QKV_SIZES, R=6, prefix=1, lead=(), norm="layer_norm")
 _MASKS = ("nested", "jagged")
@@ -219,50 +237,69 @@ FACTS: dict[str, Facts] = {
     "rms_norm": _NORM,
     "rms_norm_and_input": _SAMPLED_NORM,
     "linear": Facts(
-        dict(rows=(2, 3), K=8, N=4), _linear_fuzz,
-        {"activation": Option("activation or None", (None, *ACTIVATIONS))}, share=4,
+        dict(rows=(2, 3), K=8, N=4),
+        _linear_fuzz,
+        {"activation": Option("activation or None", (None, *ACTIVATIONS))},
+        share=4,
     ),
     "rope": Facts(_ROPE_SIZES, _rope_fuzz, _ROPE_OPTIONS, autocast=(None,), alike=True),
     "attention": Facts(
-        dict(**_QKV_SIZES, mask=(2, 5, 5)), _attention_fuzz, _SCORES,
+        dict(**_QKV_SIZES, mask=(2, 5, 5)),
+        _attention_fuzz,
+        _SCORES,
         accepts={"attn_mask": ("wider", "bool", "scalar")},
     ),
     "qkv_attention": Facts(
-        dict(**_QKV_SIZES, C=16), lambda pick: dict(**_heads(pick), C=pick.up_to(100)),
-        {"num_heads": Option("count"), **_SCORES}, share=2,
+        dict(**_QKV_SIZES, C=16),
+        lambda pick: dict(**_heads(pick), C=pick.up_to(100)),
+        {"num_heads": Option("count"), **_SCORES},
+        share=2,
     ),
     "rope_attention": Facts(
-        dict(**_ROPE_SIZES, C=16), _rope_attention_fuzz,
-        {"num_heads": Option("count"), **_ROPE_OPTIONS, **_SCORES}, share=2,
+        dict(**_ROPE_SIZES, C=16),
+        _rope_attention_fuzz,
+        {"num_heads": Option("count"), **_ROPE_OPTIONS, **_SCORES},
+        share=2,
     ),
     "varlen_attention": Facts(packed_sizes((3, 0, 2), 2, 8), _varlen_fuzz, _SCORES, share=2),
     "scaled_dot_product_attention": Facts(
-        dict(B=1, H=2, T=5, S=6, D=8, mask=(5, 6)), _sdpa_fuzz,
+        dict(B=1, H=2, T=5, S=6, D=8, mask=(5, 6)),
+        _sdpa_fuzz,
         {
-            "dropout_p": Option("probability"), "is_causal": Option("flag"), "scale": _SCALE,
+            "dropout_p": Option("probability"),
+            "is_causal": Option("flag"),
+            "scale": _SCALE,
             "enable_gqa": Option("flag"),
         },
         share=4,
         accepts={
-            "query": _MASKS, "key": _MASKS, "value": ("wider", *_MASKS),
+            "query": _MASKS,
+            "key": _MASKS,
+            "value": ("wider", *_MASKS),
             "attn_mask": ("bool", "scalar", *_MASKS),
         },
     ),
     "mlp": Facts(
-        dict(rows=(2, 3), C=8, F=6, N=4), _mlp_fuzz,
-        {"activation": Option("activation", tuple(ACTIVATIONS)), **_RECOMPUTE}, share=4,
+        dict(rows=(2, 3), C=8, F=6, N=4),
+        _mlp_fuzz,
+        {"activation": Option("activation", tuple(ACTIVATIONS)), **_RECOMPUTE},
+        share=4,
     ),
     "gated_mlp": Facts(
-        gated_sizes((2, 3), 8, 6, 2, separate=True, norm=True), _gated_fuzz,
+        gated_sizes((2, 3), 8, 6, 2, separate=True, norm=True),
+        _gated_fuzz,
         {
-            "activation": Option("activation", tuple(ACTIVATIONS)), "gate_last": Option("flag"),
-            "norm_eps": Option("eps", (1e-6, 1e-5)), **_RECOMPUTE,
+            "activation": Option("activation", tuple(ACTIVATIONS)),
+            "gate_last": Option("flag"),
+            "norm_eps": Option("eps", (1e-6, 1e-5)),
+            **_RECOMPUTE,
         },
         share=4,
     ),
     "patch_embed": Facts(
-        dict(B=2, channels=3, grid=(2, 1), patch=(4, 4), C=8, prefix=1), _patch_fuzz,
+        dict(B=2, channels=3, grid=(2, 1), patch=(4, 4), C=8, prefix=1),
+        _patch_fuzz,
         accepts={"weight": ("wider",)},
     ),
-}  # fmt: skip
+}
 assert FACTS.keys() == OPS.keys()

@@ -94,9 +94,15 @@ class ScratchViT(Reference):
     }
 
     def __init__(
-        self, image_size: int = 224, patch_size: int = 16, classes: int = 1000, dim: int = 768,
-        depth: int = 12, heads: int = 8, dropout: float = 0.0,
-    ):  # fmt: skip
+        self,
+        image_size: int = 224,
+        patch_size: int = 16,
+        classes: int = 1000,
+        dim: int = 768,
+        depth: int = 12,
+        heads: int = 8,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.patches = nn.Conv2d(3, dim, patch_size, patch_size)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))
@@ -167,10 +173,17 @@ class NotebookViT(Reference):
     }
 
     def __init__(
-        self, image_size: int = 28, patch_size: int = 2, channels: int = 1, dim: int = 64,
-        depth: int = 2, heads: int = 2, mlp_dim: int = 256, representation_size: int = 32,
+        self,
+        image_size: int = 28,
+        patch_size: int = 2,
+        channels: int = 1,
+        dim: int = 64,
+        depth: int = 2,
+        heads: int = 2,
+        mlp_dim: int = 256,
+        representation_size: int = 32,
         classes: int = 10,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.patches = nn.Conv2d(channels, dim, patch_size, patch_size)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))

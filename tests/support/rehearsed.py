@@ -69,10 +69,11 @@ def target(model: str, seconds: float, name: str = "", function=None) -> plan.Ta
 def targets(shapes) -> list[plan.Task]:
     most = 100.0  # a guess that no process exceeds
     return [
-        target("a", most, "ours-raises", raises), target("b", 0.0, "hangs", hangs),
+        target("a", most, "ours-raises", raises),
+        target("b", 0.0, "hangs", hangs),
         target("c", most, "loses", loses),
         target("d", most if (FOLDER / "time").exists() else 1e9),
-    ]  # fmt: skip
+    ]
 
 
 def restart(words: list[str]) -> None:

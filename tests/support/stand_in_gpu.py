@@ -35,17 +35,21 @@ class Gpu:
             return SimpleNamespace(zero_=lambda: self.calls.append("flush"))
 
         for name, stand_in in {
-            "Event": Event, "synchronize": self.wait, "current_device": lambda: 0,
+            "Event": Event,
+            "synchronize": self.wait,
+            "current_device": lambda: 0,
             "get_device_properties": lambda _: SimpleNamespace(L2_cache_size=50 * MIB),
             "memory_allocated": lambda: self.now * MIB,
             "max_memory_allocated": lambda: self.peak * MIB,
             "reset_peak_memory_stats": lambda: self.take(0),
             "empty_cache": lambda: self.calls.append("empty cache"),
-            "current_stream": lambda: self, "Stream": lambda: self, "CUDAGraph": lambda: self,
+            "current_stream": lambda: self,
+            "Stream": lambda: self,
+            "CUDAGraph": lambda: self,
             "stream": lambda stream: self.inside("side stream"),
             "graph_pool_handle": lambda: "the pool",
             "graph": lambda graph, pool, stream: self.inside(f"capture in {pool}"),
-        }.items():  # fmt: skip
+        }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "empty", empty)

@@ -124,30 +124,30 @@ ORDERED = {
     "linear": (F.linear, [(2, 7, 33), (9, 33), (9,)], True),
     "matmul": (torch.matmul, [(2, 3, 7, 33), (2, 3, 33, 5)], True),
     "baddbmm": (torch.baddbmm, [(3, 7, 5), (3, 7, 33), (3, 33, 5)], True),
-    "layer_norm": (
-        lambda x, w, b: F.layer_norm(x, (33,), w, b), [(2, 7, 33), (33,), (33,)], True
-    ),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (33,), w, b), [(2, 7, 33), (33,), (33,)], True),
     "layer_norm-one_row": (
-        lambda x, w, b: F.layer_norm(x, (33,), w, b), [(33,), (33,), (33,)], True
+        lambda x, w, b: F.layer_norm(x, (33,), w, b),
+        [(33,), (33,), (33,)],
+        True,
     ),
     "softmax": (lambda x: x.softmax(1), [(2, 33, 3)], True),
     "sums": (lambda x: x.sum() + x.sum(-1).sum() + x.sum((0, 2)), [(2, 17, 13)], True),
     "means": (lambda x: x.mean() + x.mean((0, 2), keepdim=True), [(2, 17, 13)], True),
     "conv2d": (lambda *a: F.conv2d(*a, stride=4), [(3, 5, 16, 16), (8, 5, 4, 4), (8,)], True),
-    "conv2d-groups": (
-        lambda *a: F.conv2d(*a, groups=2), [(3, 6, 8, 8), (8, 3, 3, 3), (8,)], False
-    ),
+    "conv2d-groups": (lambda *a: F.conv2d(*a, groups=2), [(3, 6, 8, 8), (8, 3, 3, 3), (8,)], False),
     "conv_transpose2d": (F.conv_transpose2d, [(3, 6, 8, 8), (6, 3, 3, 3), (3,)], False),
     "attention": (F.scaled_dot_product_attention, [(2, 3, 17, 8)] * 3, True),
     "attention-mask": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, rand(2, 1, 17, 17, grad=False) > 0),
-        [(2, 3, 17, 8)] * 3, True,
+        [(2, 3, 17, 8)] * 3,
+        True,
     ),
     "attention-causal": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        [(2, 3, 17, 8)] * 3, False,
+        [(2, 3, 17, 8)] * 3,
+        False,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ORDERED)
@@ -162,8 +162,9 @@ def test_another_order_rounds_differently_and_is_the_same_function(what):
             upstream = rand(*y.shape, seed=9, grad=False).to(dtype)
             return y.detach(), *torch.autograd.grad(y, leaves, upstream)
 
-    for a, b in zip(run(torch.float64, nullcontext()), run(torch.float64, AnotherOrder(0)),
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        run(torch.float64, nullcontext()), run(torch.float64, AnotherOrder(0)), strict=True
+    ):
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
     usual, *others = (
         run(torch.float32, AnotherOrder(seed) if seed >= 0 else nullcontext())
@@ -311,8 +312,9 @@ def test_upstream_gradients_are_random():
 
 
 def test_an_output_without_a_gradient_keeps_its_upstream_from_the_others():
-    errors = compare(lambda x: (x.detach()[:2], x * x), lambda x: (x.detach()[:2], x * x),
-                     {"x": rand(5)})  # fmt: skip
+    errors = compare(
+        lambda x: (x.detach()[:2], x * x), lambda x: (x.detach()[:2], x * x), {"x": rand(5)}
+    )
     assert [e.name for e in errors] == ["out0", "out1", "dx"] and all(e.passed for e in errors)
 
 

@@ -161,13 +161,22 @@ def test_what_is_drawn_in_a_file():
     found = {fault.id: fault for fault in drawn._mutants("x.py", SOURCE)}
     changes = {id.removeprefix("x.py:f: ") for id in found}
     wanted = {
-        "3 -> (4)", "True -> (False)", "not a < 1 -> (a < 1)", "a < 1 -> (a <= 1)", "1 -> (2)",
-        "not a < 1 and b -> (not a < 1 or b)", "not a < 1 and b -> True",
-        "not a < 1 and b -> False", "g(a[:a + 2], key=é) -> (g(a[:a + 2]))",
-        "g(a[:a + 2], key=é) -> (a[:a + 2])", "2 -> (3)", "a + 2 -> (a - 2)",
-        ":a + 2 -> :a + 2 + 1", "g(a[:a + 2], key=é) if a else print('5') -> (print('5'))",
+        "3 -> (4)",
+        "True -> (False)",
+        "not a < 1 -> (a < 1)",
+        "a < 1 -> (a <= 1)",
+        "1 -> (2)",
+        "not a < 1 and b -> (not a < 1 or b)",
+        "not a < 1 and b -> True",
+        "not a < 1 and b -> False",
+        "g(a[:a + 2], key=é) -> (g(a[:a + 2]))",
+        "g(a[:a + 2], key=é) -> (a[:a + 2])",
+        "2 -> (3)",
+        "a + 2 -> (a - 2)",
+        ":a + 2 -> :a + 2 + 1",
+        "g(a[:a + 2], key=é) if a else print('5') -> (print('5'))",
         "g(a[:a + 2], key=é) if a else print('5') -> (g(a[:a + 2], key=é))",
-    }  # fmt: skip
+    }
     assert changes == wanted  # no annotation, text or message is among them
     for fault in found.values():
         planted = plant(fault, SOURCE)
@@ -209,9 +218,10 @@ def test_drawn_faults_are_planted_shown_and_explained(monkeypatch, capsys):
     seen, spared, tried = drawn.draw(3, 5, "ops/common/reduction.py")
     monkeypatch.setattr(mutate, "SURVIVORS", {spared.id: "for a reason"})
     monkeypatch.setattr(
-        mutate, "check", lambda fault, timeout: Result(
-            fault, "noticed" if fault == seen else "not noticed", "", "")
-    )  # fmt: skip
+        mutate,
+        "check",
+        lambda fault, timeout: Result(fault, "noticed" if fault == seen else "not noticed", "", ""),
+    )
     words = ["--random", "3", "--seed", "5", "--files", "ops/common/reduction.py"]
     assert main(words) == 1
     out = capsys.readouterr().out

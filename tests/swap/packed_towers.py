@@ -16,18 +16,21 @@ WIDE: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, **PATCH)
 # model -> class, configuration and its settings
 TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2_vl": (
-        "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
+        "Qwen2VisionTransformerPretrainedModel",
+        "Qwen2VLVisionConfig",
         dict(embed_dim=48, hidden_size=32, mlp_ratio=2, depth=2, num_heads=2, patch_size=4),
     ),
     "qwen2_5_vl": (
-        "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLVisionConfig",
         dict(fullatt_block_indexes=[1], window_size=16, **WIDE),
     ),
     "qwen3_vl": (
-        "Qwen3VLVisionModel", "Qwen3VLVisionConfig",
+        "Qwen3VLVisionModel",
+        "Qwen3VLVisionConfig",
         dict(num_position_embeddings=16, deepstack_visual_indexes=[0], **WIDE),
     ),
-}  # fmt: skip
+}
 GRIDS = [[1, 4, 6], [2, 2, 4]]  # frames, height, width in patches: 24 tokens, then 8 and 8
 
 

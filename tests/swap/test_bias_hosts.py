@@ -24,17 +24,28 @@ swin_unetr = pytest.importorskip("monai.networks.nets.swin_unetr")
 
 NARROW: dict[str, Any] = dict(embed_dim=16, depth=1, num_heads=2, num_classes=3, img_size=32)
 TOWER: dict[str, Any] = dict(
-    hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32,
-    patch_size=8, drop_path_rate=0.2,
-)  # fmt: skip
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+    image_size=32,
+    patch_size=8,
+    drop_path_rate=0.2,
+)
 
 
 def _timm_swin(version: str = ""):  # grids of 6 and 3: padded, and one as large as its window
     home = importlib.import_module(f"timm.models.swin_transformer{version.lower()}")
     return getattr(home, "SwinTransformer" + version.removeprefix("_"))(
-        img_size=24, patch_size=4, embed_dim=16, depths=(2, 1), num_heads=(2, 2), window_size=4,
-        num_classes=3, drop_path_rate=0.3,
-    )  # fmt: skip
+        img_size=24,
+        patch_size=4,
+        embed_dim=16,
+        depths=(2, 1),
+        num_heads=(2, 2),
+        window_size=4,
+        num_classes=3,
+        drop_path_rate=0.3,
+    )
 
 
 def _torchvision_swin(version: str = ""):
@@ -44,17 +55,30 @@ def _torchvision_swin(version: str = ""):
     if version:
         parts = dict(block=home.SwinTransformerBlockV2, downsample_layer=home.PatchMergingV2)
     return home.SwinTransformer(
-        patch_size=[4, 4], embed_dim=16, depths=[2, 1], num_heads=[2, 2], window_size=[4, 4],
-        stochastic_depth_prob=0.3, num_classes=3, **parts,
-    )  # fmt: skip
+        patch_size=[4, 4],
+        embed_dim=16,
+        depths=[2, 1],
+        num_heads=[2, 2],
+        window_size=[4, 4],
+        stochastic_depth_prob=0.3,
+        num_classes=3,
+        **parts,
+    )
 
 
 def _hf_swin(version: str = ""):
     config, model = (getattr(transformers, f"Swin{version}{end}") for end in ("Config", "Model"))
-    return model(config(
-        image_size=32, patch_size=4, embed_dim=16, depths=[2, 1], num_heads=[2, 2], window_size=4,
-        drop_path_rate=0.3,
-    ))  # fmt: skip
+    return model(
+        config(
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 1],
+            num_heads=[2, 2],
+            window_size=4,
+            drop_path_rate=0.3,
+        )
+    )
 
 
 class _Monai(torch.nn.Module):
@@ -63,9 +87,15 @@ class _Monai(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder = swin_unetr.SwinTransformer(
-            1, 8, (2, 3, 2), (2, 2, 2), depths=(2, 1, 1, 1), num_heads=(2, 2, 2, 2),
-            drop_path_rate=0.3, spatial_dims=3,
-        )  # fmt: skip
+            1,
+            8,
+            (2, 3, 2),
+            (2, 2, 2),
+            depths=(2, 1, 1, 1),
+            num_heads=(2, 2, 2, 2),
+            drop_path_rate=0.3,
+            spatial_dims=3,
+        )
 
     def forward(self, images):
         return self.encoder(images)[-1]
@@ -98,7 +128,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "relpos_timm": (_beit("vit_relpos_small_patch16_224"), 32),
     "data2vec": (_tower("Data2VecVision", use_relative_position_bias=True), 32),
     "beit_transformers": (_tower("Beit", use_relative_position_bias=True), 32),
-}  # fmt: skip
+}
 
 
 TOWERS = [build for build, _ in (MODELS[n] for n in MODELS if "transformers" in n or "data" in n)]

@@ -44,10 +44,16 @@ class Ran(TorchDispatchMode):
 
 def built(kind):
     if kind == "ours":
-        return randomize(fk.create_vit(
-            "vit_base_patch16_224", img_size=48, embed_dim=C, depth=DEPTH, num_heads=HEADS,
-            num_classes=7,
-        ))  # fmt: skip
+        return randomize(
+            fk.create_vit(
+                "vit_base_patch16_224",
+                img_size=48,
+                embed_dim=C,
+                depth=DEPTH,
+                num_heads=HEADS,
+                num_classes=7,
+            )
+        )
     model = timm_model()
     if kind == "swapped":
         fk.swap_in(model)
@@ -115,9 +121,11 @@ def test_what_is_kept(kind):
     model = built(kind)
     nothing, attention, matmul = (
         kept(checkpointed(model, **options))
-        for options in ({}, *({"context_fn": fk.checkpoint_policy(n).context_fn} for n in
-                              ("attention", "matmul")))
-    )  # fmt: skip
+        for options in (
+            {},
+            *({"context_fn": fk.checkpoint_policy(n).context_fn} for n in ("attention", "matmul")),
+        )
+    )
     # our rows of lse begin at multiples of four
     out, lse = 4 * TOKENS * C, 4 * HEADS * (TOKENS if kind == "host" else 2 * 12)
     assert attention - nothing == DEPTH * (out + lse)
@@ -131,9 +139,10 @@ def test_compiled(kind):
     wanted = train_step(model)
     policy = fk.checkpoint_policy("attention")
     compiled = torch.compile(
-        checkpointed(model, context_fn=policy.context_fn), fullgraph=True,
+        checkpointed(model, context_fn=policy.context_fn),
+        fullgraph=True,
         backend="aot_eager_decomp_partition",
-    )  # fmt: skip
+    )
     train_step(compiled)
     with profile() as profiled:
         y = compiled(images())
@@ -170,21 +179,33 @@ def test_every_operator_has_its_kind():
     assert kinds == {
         **dict.fromkeys((f"{name}_fwd" for name in attention), "attention"),
         **dict.fromkeys(("linear_fwd", "qkv_projection_fwd"), "product"),
-        **dict.fromkeys((
-            "gated_hidden_fwd", "layer_norm_fwd", "narrow_mlp_fwd", "patch_embed_fwd",
-            "place_samples", "rms_norm_fwd", "rope_fwd",
-        )),
-    }  # fmt: skip
+        **dict.fromkeys(
+            (
+                "gated_hidden_fwd",
+                "layer_norm_fwd",
+                "narrow_mlp_fwd",
+                "patch_embed_fwd",
+                "place_samples",
+                "rms_norm_fwd",
+                "rope_fwd",
+            )
+        ),
+    }
     of_linear = partial(kind_of, "fastvit_kernels::linear_fwd")
     assert of_linear((None, weight, None, None, None, None, "gelu")) is None
     assert of_linear((None, weight, None, weight, None, None, "")) == "sum"
     assert of_linear((None, weight.T, None, weight, None, None, "")) == "product"
     for name, kind in {
-        "aten::mm": "product", "aten::addmm": "product", "aten::bmm": None, "aten::gelu": None,
-        "aten::_scaled_dot_product_flash_attention": "attention", "flex_attention": "attention",
+        "aten::mm": "product",
+        "aten::addmm": "product",
+        "aten::bmm": None,
+        "aten::gelu": None,
+        "aten::_scaled_dot_product_flash_attention": "attention",
+        "flex_attention": "attention",
         "aten::_scaled_dot_product_flash_attention_backward": None,
-        "flash_attn::_flash_attn_forward": "attention", "aten::mm_out_of_a_name": None,
-    }.items():  # fmt: skip
+        "flash_attn::_flash_attn_forward": "attention",
+        "aten::mm_out_of_a_name": None,
+    }.items():
         assert kind_of(name) == kind, name
 
 

@@ -131,8 +131,9 @@ def test_a_call_is_kept_as_it_was_given():
 def test_the_mode_of_the_call_is_that_of_the_times(clock):
     model, images = vit()
     for said, prepare in (
-        ("training, float32", model.train), ("eval, float32", model.eval),
-    ):  # fmt: skip
+        ("training, float32", model.train),
+        ("eval, float32", model.eval),
+    ):
         prepare()
         assert swap_in(model, measure=images).choices.rows[0].inputs.startswith(said)
     with torch.no_grad():
@@ -299,12 +300,15 @@ def test_all_processes_take_what_the_first_found(clock, monkeypatch):
     assert [isinstance(block, Fused) for block in model.blocks] == [False, True]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
-    ({"measure": [1]}, TypeError, "measure must be a tensor, a tuple, a dict, or a callable"),
-    ({"budget": 0}, ValueError, "budget must be a number of seconds above 0, got 0"),
-    ({"budget": "20"}, ValueError, "got '20'"),
-    ({"choices": 3}, TypeError, "choices must be a path or Choices, got int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"measure": [1]}, TypeError, "measure must be a tensor, a tuple, a dict, or a callable"),
+        ({"budget": 0}, ValueError, "budget must be a number of seconds above 0, got 0"),
+        ({"budget": "20"}, ValueError, "got '20'"),
+        ({"choices": 3}, TypeError, "choices must be a path or Choices, got int"),
+    ],
+)
 def test_bad_calls(options, error, message):
     model, _ = vit()
     with pytest.raises(error, match=message):
@@ -312,11 +316,22 @@ def test_bad_calls(options, error, message):
     assert not any(isinstance(m, Fused) for m in model.modules())
 
 
-@pytest.mark.parametrize("text", [
-    "", "[]", "{}", '{"machine": 3, "rows": []}', '{"machine": {}, "rows": [{"host": 1}]}',
-    json.dumps({"machine": {}, "rows": [dict.fromkeys(("host", "level", "weights", "inputs",
-                                                       "keeps"), "x")]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"machine": 3, "rows": []}',
+        '{"machine": {}, "rows": [{"host": 1}]}',
+        json.dumps(
+            {
+                "machine": {},
+                "rows": [dict.fromkeys(("host", "level", "weights", "inputs", "keeps"), "x")],
+            }
+        ),
+    ],
+)
 def test_a_file_that_holds_no_choices(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json holds no choices that were saved"):
@@ -411,8 +426,9 @@ def named(clock, monkeypatch):
         return step(module, *call, **options)
 
     monkeypatch.setattr(choices, "step", asking)
-    monkeypatch.setattr(importlib.import_module("fastvit_kernels.runtime.backend"), "_gpu",
-                        lambda device: HERE)  # fmt: skip
+    monkeypatch.setattr(
+        importlib.import_module("fastvit_kernels.runtime.backend"), "_gpu", lambda device: HERE
+    )
     monkeypatch.setattr(configs, "_tuned", {HERE.name: {}})
     GPUS.clear()
     configs._forget()

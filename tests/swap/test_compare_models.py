@@ -97,10 +97,13 @@ def test_no_speed_up_beside_wrong_numbers(clock, monkeypatch):
     assert rows["compile"].speedup and "2x rule: out0" in str(found)
 
 
-@pytest.mark.parametrize(("error", "status", "said"), [
-    (AssertionError("other gradients: ['dx']"), "FAILED", "other gradients: ['dx']"),
-    (torch.OutOfMemoryError("full"), "ok", "numbers not compared: float64 does not fit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (AssertionError("other gradients: ['dx']"), "FAILED", "other gradients: ['dx']"),
+        (torch.OutOfMemoryError("full"), "ok", "numbers not compared: float64 does not fit"),
+    ],
+)
 def test_numbers_that_cannot_be_had_end_nothing(clock, monkeypatch, error, status, said):
     def raising(*_, **__):
         raise error
@@ -231,16 +234,20 @@ def test_it_is_saved(clock, tmp_path):
     with (tmp_path / "new" / "compare.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["model"], r["way"], r["speedup"]) for r in rows] == [
-        ("vit", "eager", ""), ("vit", "swapped", "2.0"),
-    ]  # fmt: skip
+        ("vit", "eager", ""),
+        ("vit", "swapped", "2.0"),
+    ]
     assert (tmp_path / "new" / "compare.png").stat().st_size > 5_000
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"ways": ("faster",)}, "ways are of eager, compile, .*; got faster"),
-    ({"steps": 0}, "steps and seconds must be above 0, got 0 and 10.0"),
-    ({"seconds": float("nan")}, "got 20 and nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ways": ("faster",)}, "ways are of eager, compile, .*; got faster"),
+        ({"steps": 0}, "steps and seconds must be above 0, got 0 and 10.0"),
+        ({"seconds": float("nan")}, "got 20 and nan"),
+    ],
+)
 def test_bad_calls(options, message):
     with pytest.raises(ValueError, match=message):
         fk.compare(nn.Linear(3, 3), torch.ones(2, 3), **options)
@@ -351,8 +358,9 @@ def test_the_sweep_draws_ours_over_the_best_sdpa(capsys, tmp_path, monkeypatch):
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(r["T"], r["mode"], r["ours_ms"], r["sdpa"], r["sdpa_ms"]) for r in rows[1:3]] == [
-        ("5", "backward", "2.0", "math", "4.0"), ("9", "forward", "1.0", "math", "2.0"),
-    ]  # fmt: skip
+        ("5", "backward", "2.0", "math", "4.0"),
+        ("9", "forward", "1.0", "math", "2.0"),
+    ]
     assert (tmp_path / "sweep.png").stat().st_size > 5_000
     wrong = sweep.attention
     monkeypatch.setattr(sweep, "attention", lambda qkv: 1.01 * wrong(qkv))

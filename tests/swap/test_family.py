@@ -19,9 +19,13 @@ from tests.model_coverage.compare import randomize
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 SIZES = dict(
-    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=32,
     patch_size=16,
-)  # fmt: skip
+)
 
 
 def rows(page: str) -> str:
@@ -152,9 +156,14 @@ def turn_pairs(q, k, cos, sin):
 def test_a_rotation_that_is_not_there_is_no_row(rotate, give):
     model = randomize(nn.Sequential(Turned()))
     roles = AttentionRoles(
-        ("qkv",), "heads", "out", rope="rope", rotate=rotate, spread="*",
+        ("qkv",),
+        "heads",
+        "out",
+        rope="rope",
+        rotate=rotate,
+        spread="*",
         kernel="half, cos before sin, this prefix",
-    )  # fmt: skip
+    )
     give(Turned, fused.row(Attention, roles=roles))
     proven = "by the table of its library: proven" in str(swap_in(model, explain=True))
     assert proven == (rotate == "turn_pairs")

@@ -32,7 +32,7 @@ OWN = {
     "parallel": by_hand.Parallel,
     "beit": positions.BeitBlock,
     "eva": partial(positions.BeitBlock, positions.EvaAttention),
-}  # fmt: skip
+}
 
 
 def _own(make):
@@ -53,13 +53,23 @@ HOSTS = {
     **{f"biased {name}": partial(_built, name) for name in BIASED},
     **{
         f"rope {name}": partial(rope_small, name)
-        for name in ("eva02_norms", "dinov3_gated", "rope", "aimv2_timm", "internvl_6b", "pixtral",
-                     "vjepa2", "gemma4")
+        for name in (
+            "eva02_norms",
+            "dinov3_gated",
+            "rope",
+            "aimv2_timm",
+            "internvl_6b",
+            "pixtral",
+            "vjepa2",
+            "gemma4",
+        )
     },
     **{f"hf {name}": partial(hf_small, name) for name in ("vit", "dinov2", "clip", "siglip2")},
-    **{f"packed {name}": lambda n=name: (tower(n), packed_inputs())
-       for name in ("qwen2_5_vl", "qwen3_vl")},
-}  # fmt: skip
+    **{
+        f"packed {name}": lambda n=name: (tower(n), packed_inputs())
+        for name in ("qwen2_5_vl", "qwen3_vl")
+    },
+}
 
 
 class Case:
@@ -85,9 +95,10 @@ class Case:
         block = swapped.get_submodule(path)
         self.drawing = {  # attention's own dropouts
             f"{p}.{n}".lstrip(".")
-            for p, m in block.named_modules() if isinstance(m, Fused)
+            for p, m in block.named_modules()
+            if isinstance(m, Fused)
             for n in m.fused_attention_dropout
-        }  # fmt: skip
+        }
         self.tolerance = max(m.fused_tolerance for m in block.modules() if isinstance(m, Fused))
 
     def two(self):
@@ -122,9 +133,12 @@ class Case:
             else:
                 limit = self.tolerance * max(1, value.abs().max())
                 torch.testing.assert_close(
-                    actual[name], value, rtol=self.tolerance, atol=limit,
+                    actual[name],
+                    value,
+                    rtol=self.tolerance,
+                    atol=limit,
                     msg=lambda text, name=name: f"{what} {name}: {text}",
-                )  # fmt: skip
+                )
 
 
 def typed(value, dtype):

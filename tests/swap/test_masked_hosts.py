@@ -15,9 +15,13 @@ from tests.model_coverage.compare import randomize
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-    image_size=48, patch_size=16,
-)  # fmt: skip
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    image_size=48,
+    patch_size=16,
+)
 MASK = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) < 0.6
 
 
@@ -54,10 +58,17 @@ class WithMasks(nn.Module):
 def v_jepa():
     """A context of 10 patches of 18; its host takes one target set a call."""
     config = transformers.VJEPA2Config(
-        crop_size=48, frames_per_clip=4, hidden_size=72, num_hidden_layers=1, mlp_ratio=2,
-        num_attention_heads=3, pred_hidden_size=72, pred_num_attention_heads=3,
-        pred_num_hidden_layers=1, pred_num_mask_tokens=2,
-    )  # fmt: skip
+        crop_size=48,
+        frames_per_clip=4,
+        hidden_size=72,
+        num_hidden_layers=1,
+        mlp_ratio=2,
+        num_attention_heads=3,
+        pred_hidden_size=72,
+        pred_num_attention_heads=3,
+        pred_num_hidden_layers=1,
+        pred_num_mask_tokens=2,
+    )
     generator = torch.Generator().manual_seed(0)
     video = torch.randn(2, 4, 3, 48, 48, generator=generator)
     order = torch.rand(2, 18, generator=generator).argsort(1)

@@ -285,10 +285,11 @@ ALONE = {
     "checkpoint": (MODELS["timm"], lambda m: m.set_grad_checkpointing(), "checkpoint"),
     "depth": (_timm("vit_base_patch16_rope_mixed_224", embed_dim=64), None, "tells them apart"),
     "ours hooked": (
-        MODELS["ours"], lambda m: m.blocks[1].mlp.fc1.register_forward_hook(lambda *a: None),
+        MODELS["ours"],
+        lambda m: m.blocks[1].mlp.fc1.register_forward_hook(lambda *a: None),
         "Linear inside must be called",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -120,10 +120,18 @@ def kept(monkeypatch):
 def _mae(height=48, width=48):
     torch.manual_seed(0)
     config = transformers.ViTMAEConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-        image_size=[height, width], patch_size=16, mask_ratio=0.6, decoder_num_attention_heads=2,
-        decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_intermediate_size=64,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=[height, width],
+        patch_size=16,
+        mask_ratio=0.6,
+        decoder_num_attention_heads=2,
+        decoder_hidden_size=32,
+        decoder_num_hidden_layers=1,
+        decoder_intermediate_size=64,
+    )
     images = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(1))
     return randomize(transformers.ViTMAEForPreTraining(config)), {"pixel_values": images}
 

@@ -107,23 +107,33 @@ ERRORS = {
     "attention": (attention, "attend_weights", _bent, "attn"),
     "layer_norm": (fused, "layer_norm", _bent, "norm1"),
     "drop_path": (
-        fused.DropPath, "fused_row_scale",
-        lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype), "",
+        fused.DropPath,
+        "fused_row_scale",
+        lambda f: lambda self, x, dtype: x.new_ones(len(x), dtype=dtype),
+        "",
     ),
     "rate": (fused.DropPath, "fused_row_scale", _opposite, ""),
     "gradient": (mlp, "mlp", lambda f: lambda *a, **k: _Even.apply(f(*a, **k)), "mlp"),
     "called": (
-        fused, "project_out",
-        lambda f: lambda m, *rest: f(m, *rest) * (1 if is_plain(m) else 1.0001), "attn",
+        fused,
+        "project_out",
+        lambda f: lambda m, *rest: f(m, *rest) * (1 if is_plain(m) else 1.0001),
+        "attn",
     ),
     "draws": (mlp, "mlp", lambda f: lambda *a, **k: (f(*a, **k), torch.rand(1))[0], "mlp"),
     "residual": (
-        fused.Norm, "fused_and_input", lambda f: lambda *a: (f(*a)[0], f(*a)[0]), "",
+        fused.Norm,
+        "fused_and_input",
+        lambda f: lambda *a: (f(*a)[0], f(*a)[0]),
+        "",
     ),
     "layer_scale": (
-        fused.LayerScale, "fused_scale", lambda f: lambda self: f(self).detach(), "",
+        fused.LayerScale,
+        "fused_scale",
+        lambda f: lambda self: f(self).detach(),
+        "",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -292,9 +302,10 @@ def by_numpy_imported_here(x):
 
 
 NUMPYS = {
-    "numpy's": by_numpy, "numpy's, by name": by_a_name_of_numpys,
+    "numpy's": by_numpy,
+    "numpy's, by name": by_a_name_of_numpys,
     "numpy's, imported late": by_numpy_imported_here,
-}  # fmt: skip
+}
 
 
 class Drawing(nn.Module):
@@ -455,9 +466,12 @@ def test_a_proof_in_the_midst_of_anything(no_proofs):
     swap_in(other)
     prove._proofs.clear()
     contexts = (
-        torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.device("meta"), torch.autograd.graph.save_on_cpu,
-    )  # fmt: skip
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        torch.autograd.graph.save_on_cpu,
+    )
     for context in contexts:
         plans.known.clear()
         prove._proofs.clear()
@@ -503,9 +517,10 @@ def test_a_proof_of_a_sharded_module(make, monkeypatch):
         assert swap_in(model).level == "block" and len(prove._proofs) >= 4
         ran, own = [], type(model[0]).fused_forward
         monkeypatch.setattr(
-            type(model[0]), "fused_forward",
+            type(model[0]),
+            "fused_forward",
             lambda self, x: ran.append(is_plain(self.mlp.fc1)) or own(self, x),
-        )  # fmt: skip
+        )
         for m, given in ((model, x), (host, x.double())):
             m.eval()(given).square().sum().backward()
         assert ran == [True]
@@ -719,12 +734,19 @@ def test_facts_hold_until_something_changes():
         change(module)
         assert known.hold(module)
     for name, value in (
-        ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("attn.fused_attn", False),
-        ("attn.proj", nn.Identity()), ("attn.norm", nn.Tanh()), ("mlp.act", nn.Tanh()),
-        ("ls1", None), ("note", 1),
-        ("attn.qkv.in_features", 5), ("drop_path1.drop_prob", 0.0), ("drop_path1.drop_prob", 1.0),
+        ("norm1.eps", 1e-3),
+        ("attn.num_heads", 4),
+        ("attn.fused_attn", False),
+        ("attn.proj", nn.Identity()),
+        ("attn.norm", nn.Tanh()),
+        ("mlp.act", nn.Tanh()),
+        ("ls1", None),
+        ("note", 1),
+        ("attn.qkv.in_features", 5),
+        ("drop_path1.drop_prob", 0.0),
+        ("drop_path1.drop_prob", 1.0),
         ("norm2.normalized_shape", (3,)),
-    ):  # fmt: skip
+    ):
         other = copy.deepcopy(module)
         known = facts.Facts(other)
         owner, _, attribute = name.rpartition(".")
@@ -755,8 +777,16 @@ def test_facts_are_asked_at_every_call(monkeypatch):
     assert len(asked) == 5
 
 
-@pytest.mark.parametrize("name", [*HF_MODELS, "vit_tiny_patch16_224", "eva02_tiny_patch14_224",
-                                  "beit_base_patch16_224", "torchvision"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *HF_MODELS,
+        "vit_tiny_patch16_224",
+        "eva02_tiny_patch14_224",
+        "beit_base_patch16_224",
+        "torchvision",
+    ],
+)
 def test_every_proof_tries_the_fused_forward(name, no_proofs, monkeypatch):
     """A proof that compares nothing would prove anything."""
     tried, original = [], prove._difference

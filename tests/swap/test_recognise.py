@@ -105,9 +105,12 @@ def assert_same(actual, wanted, tolerance):
             assert actual[name] is None, name
             continue
         torch.testing.assert_close(
-            actual[name], value, rtol=tolerance, atol=tolerance * max(1, value.abs().max()),
+            actual[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance * max(1, value.abs().max()),
             msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture
@@ -115,9 +118,10 @@ def ran(monkeypatch):
     """Names of the classes whose fused forward ran as a block."""
     names, own = [], block.Block.fused_forward
     monkeypatch.setattr(
-        block.Block, "fused_forward",
+        block.Block,
+        "fused_forward",
         lambda self, x, **k: names.append(type(self).__name__) or own(self, x, **k),
-    )  # fmt: skip
+    )
     found = plans.plan_of
 
     def plan_of(module):
@@ -726,9 +730,10 @@ def searches(monkeypatch):
         known.clear()
     own_observed, own_compare = observe.observed, prove._compare
     monkeypatch.setattr(
-        observe, "observed",
+        observe,
+        "observed",
         lambda m, *a, **k: observed.append(type(m).__name__) or own_observed(m, *a, **k),
-    )  # fmt: skip
+    )
 
     def compare(module, *args, briefly=False, **more):
         at_size.extend([type(module).__name__] * briefly)
@@ -753,8 +758,13 @@ def test_layers_with_rates_of_their_own_share_what_does_not_depend_on_them(searc
 @pytest.fixture
 def proofs(monkeypatch):
     """What is proven in the test."""
-    for where, name in ((recognise, "_found"), (recognise, "_last"), (prove, "_at_sizes"),
-                        (prove, "_answers"), (prove, "_count")):  # fmt: skip
+    for where, name in (
+        (recognise, "_found"),
+        (recognise, "_last"),
+        (prove, "_at_sizes"),
+        (prove, "_answers"),
+        (prove, "_count"),
+    ):
         monkeypatch.setattr(where, name, {})
     found = {}
     monkeypatch.setattr(prove, "_proofs", found)
@@ -828,9 +838,13 @@ def test_layers_that_differ_by_more_than_rates_share_nothing():
     assert known(lambda m: setattr(m, "sample_drop_ratio", 0.07)) == usual
     assert known(lambda m: setattr(m, "drop_path1", nn.Identity())) == usual  # as at a rate of 0
     for name, value in (
-        ("norm1.eps", 1e-3), ("attn.num_heads", 4), ("sample_drop_ratio", 0.0),
-        ("mlp.drop", nn.Tanh()), ("mlp.fc1", nn.Linear(32, 8)), ("ls1.gamma", None),
-    ):  # fmt: skip
+        ("norm1.eps", 1e-3),
+        ("attn.num_heads", 4),
+        ("sample_drop_ratio", 0.0),
+        ("mlp.drop", nn.Tanh()),
+        ("mlp.fc1", nn.Linear(32, 8)),
+        ("ls1.gamma", None),
+    ):
         owner, _, attribute = name.rpartition(".")
         changed = known(lambda m, o=owner, a=attribute, v=value: setattr(m.get_submodule(o), a, v))
         assert changed != usual, name

@@ -14,14 +14,23 @@ from tests.model_coverage.compare import randomize
 transformers = pytest.importorskip("transformers")
 
 SMALL = dict(
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-    image_size=32, patch_size=8,
-)  # fmt: skip
+    hidden_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=64,
+    image_size=32,
+    patch_size=8,
+)
 PAIRS = dict(image_size=(32, 32), patch_size=(8, 8))
 GRID = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8,
-    window_size=3, use_relative_position_embeddings=True,
-)  # fmt: skip
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=32,
+    patch_size=8,
+    window_size=3,
+    use_relative_position_embeddings=True,
+)
 SOUND = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
 
 # name -> (model, config, settings)
@@ -31,7 +40,9 @@ TOWERS = {
     "git": ("GitVisionModel", "GitVisionConfig", SMALL),
     "internvl": ("InternVLVisionModel", "InternVLVisionConfig", SMALL | PAIRS),
     "internvl_qk_norm": (
-        "InternVLVisionModel", "InternVLVisionConfig", SMALL | PAIRS | dict(use_qk_norm=True)
+        "InternVLVisionModel",
+        "InternVLVisionConfig",
+        SMALL | PAIRS | dict(use_qk_norm=True),
     ),
     "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", SMALL),
     "owlvit": ("OwlViTVisionModel", "OwlViTVisionConfig", SMALL),
@@ -41,13 +52,14 @@ TOWERS = {
     "yolos": ("YolosModel", "YolosConfig", SMALL | dict(image_size=[32, 32])),
     "data2vec": ("Data2VecVisionModel", "Data2VecVisionConfig", SMALL),
     "data2vec_shared": (
-        "Data2VecVisionModel", "Data2VecVisionConfig",
+        "Data2VecVisionModel",
+        "Data2VecVisionConfig",
         SMALL | dict(use_shared_relative_position_bias=True),
     ),
     "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", SMALL),
     "vitdet": ("VitDetModel", "VitDetConfig", GRID | dict(window_block_indices=[0])),
     "ast": ("ASTModel", "ASTConfig", SOUND | dict(max_length=64, num_mel_bins=32)),
-}  # fmt: skip
+}
 # the softmax of one and the norms of the others are in fp32, whatever the dtype
 ROUNDED = ("git", "aimv2", "internvl_qk_norm", "pixtral", "llama")
 
@@ -170,13 +182,16 @@ def assert_counted(model, x, fused):
 
 CONVNETS = {
     "resnet": (
-        "ResNetModel", "ResNetConfig",
+        "ResNetModel",
+        "ResNetConfig",
         dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"),
     ),
     "convnext": (
-        "ConvNextModel", "ConvNextConfig", dict(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1])
+        "ConvNextModel",
+        "ConvNextConfig",
+        dict(num_stages=2, hidden_sizes=[8, 16], depths=[1, 1]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONVNETS)

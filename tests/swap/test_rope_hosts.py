@@ -111,8 +111,9 @@ def test_frequencies_learn_through_the_kernels(learns, monkeypatch):
     torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-5)
     if learns:
         dy = torch.randn_like(host)
-        wanted, found = (torch.autograd.grad(y, m.rope.freqs, dy)[0]
-                         for y, m in ((host, model), (ours, swapped)))  # fmt: skip
+        wanted, found = (
+            torch.autograd.grad(y, m.rope.freqs, dy)[0] for y, m in ((host, model), (ours, swapped))
+        )
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 

@@ -60,9 +60,11 @@ OF_A_BLOCK = ["layer_norm", "qkv_attention", "linear", "layer_norm", "mlp"]
 
 
 def our_own():
-    return randomize(fk.create_vit(
-        "vit_base_patch16_224", img_size=48, embed_dim=64, depth=2, num_heads=2, num_classes=7
-    ))  # fmt: skip
+    return randomize(
+        fk.create_vit(
+            "vit_base_patch16_224", img_size=48, embed_dim=64, depth=2, num_heads=2, num_classes=7
+        )
+    )
 
 
 def in_checkpoints(model, **how):
@@ -251,8 +253,11 @@ def test_a_collector_of_the_hooks_own_key_counts():
     collector, module = collector_of(capturing), nn.Linear(2, 2)
     capturing.install_output_capuring_hook(module, "attentions", 0)
     for collected, counts in (
-        (None, False), ({}, False), ({"hidden_states": []}, False), ({"attentions": []}, True),
-    ):  # fmt: skip
+        (None, False),
+        ({}, False),
+        ({"hidden_states": []}, False),
+        ({"attentions": []}, True),
+    ):
         token = collector.set(collected)
         assert is_hooked(module) is counts, collected
         collector.reset(token)
@@ -320,8 +325,12 @@ def test_status_tells_of_lora():
         model(images())
     assert (seen.flops, seen.fused_flops) == (status.flops, status.fused_flops)
     assert [op.name for op in rows(seen, "fused")["blocks.0"].ops] == [
-        "layer_norm", "attention", "linear", "layer_norm", "mlp",
-    ]  # fmt: skip
+        "layer_norm",
+        "attention",
+        "linear",
+        "layer_norm",
+        "mlp",
+    ]
 
 
 def test_watch_tells_the_last_call():

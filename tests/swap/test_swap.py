@@ -138,8 +138,10 @@ def test_swapped_blocks_unpickle_in_a_new_process(tmp_path):
     tests = __file__.rpartition("/")[0]
     out = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "blocks.pt"), tests],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     wanted = [type(m).__qualname__ for block in blocks for m in block.modules()]
     assert (
         out.stdout.split() == wanted and "Block_timm_models_vision_transformer_Block" in wanted

@@ -98,7 +98,11 @@ def assert_alike(host, other, *args, **kwargs):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda m: m[:-1], lambda m: m[:-2], lambda m: m[:1], lambda m: m[:2], lambda m: m[1:],
+        lambda m: m[:-1],
+        lambda m: m[:-2],
+        lambda m: m[:1],
+        lambda m: m[:2],
+        lambda m: m[1:],
         lambda m: (m.insert(0, nn.LayerNorm(16)), m)[1],
         lambda m: (m.__setitem__(3, nn.Linear(32, 8)), m)[1],
         lambda m: (m.__setitem__(1, nn.Identity()), m)[1],
@@ -107,7 +111,7 @@ def assert_alike(host, other, *args, **kwargs):
         lambda m: (m.append(nn.Tanh()), m)[1],
         lambda m: (m.__delitem__(1), m)[1],
     ],
-)  # fmt: skip
+)
 def test_a_sequential_that_was_edited(edit):
     host, other = swapped(mlp())
     torch.manual_seed(1)
@@ -179,9 +183,11 @@ def test_multihead_attention_after_a_change():
         lambda m: setattr(m, "batch_first", False),
         lambda m: setattr(m, "add_zero_attn", True),
         lambda m: setattr(m, "num_heads", 4) or setattr(m, "head_dim", 4),
-        lambda m: (setattr(m, "bias_k", nn.Parameter(torch.ones(1, 1, 16))),
-                   setattr(m, "bias_v", nn.Parameter(torch.ones(1, 1, 16)))),
-    ):  # fmt: skip
+        lambda m: (
+            setattr(m, "bias_k", nn.Parameter(torch.ones(1, 1, 16))),
+            setattr(m, "bias_v", nn.Parameter(torch.ones(1, 1, 16))),
+        ),
+    ):
         host, other = swapped(attention())
         torch.testing.assert_close(call(other), call(host), rtol=1e-4, atol=1e-5)
         change(host)
@@ -266,11 +272,14 @@ def test_a_forward_of_torch_that_is_replaced(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("function", "make"),
     [
-        ("layer_norm", timm_block), ("linear", timm_block), ("gelu", timm_block),
-        ("scaled_dot_product_attention", timm_block), ("silu", lambda: mlp(nn.SiLU())),
+        ("layer_norm", timm_block),
+        ("linear", timm_block),
+        ("gelu", timm_block),
+        ("scaled_dot_product_attention", timm_block),
+        ("silu", lambda: mlp(nn.SiLU())),
         ("conv2d", lambda: nn.Conv2d(3, 8, 4, 4)),
     ],
-)  # fmt: skip
+)
 def test_a_function_of_torch_that_is_replaced(function, make, monkeypatch):
     host, other = swapped(make())
     x = tokens(2, 3, 8, 8) if function == "conv2d" else tokens()

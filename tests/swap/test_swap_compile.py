@@ -88,9 +88,15 @@ def test_fullgraph_with_inductor():
 
 def test_decomposed_relative_positions_in_a_graph():
     model = timm.create_model(
-        "samvit_base_patch16", depth=1, img_size=32, embed_dim=32, num_heads=2, neck_chans=None,
-        global_attn_indexes=(0,), num_classes=3,
-    )  # fmt: skip
+        "samvit_base_patch16",
+        depth=1,
+        img_size=32,
+        embed_dim=32,
+        num_heads=2,
+        neck_chans=None,
+        global_attn_indexes=(0,),
+        num_classes=3,
+    )
     assert swap_in(randomize(model)).level == "block"
     images = torch.randn(2, 3, 32, 32)
     wanted = step(model, model, images)

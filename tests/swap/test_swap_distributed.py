@@ -23,8 +23,11 @@ def losses(tmp_path_factory):
     folder = tmp_path_factory.mktemp("losses")
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True, text=True, timeout=3600, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     return {world: torch.load(folder / f"{world}.pt") for world in (1, 2)}
 

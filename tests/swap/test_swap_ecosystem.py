@@ -30,9 +30,14 @@ def _torch_backend():
 def timm_model(**settings):
     torch.manual_seed(0)
     return timm.create_model(
-        "vit_base_patch14_dinov2", img_size=28, embed_dim=64, depth=2, num_heads=2, num_classes=5,
+        "vit_base_patch14_dinov2",
+        img_size=28,
+        embed_dim=64,
+        depth=2,
+        num_heads=2,
+        num_classes=5,
         **settings,
-    )  # fmt: skip
+    )
 
 
 def data(batches=4):
@@ -108,9 +113,11 @@ def test_attention_interface_with_masks_groups_and_causality():
         ((module, q, k, v, None), {"position_bias": torch.randn(1, 4, 6, 6)}),
     ):
         torch.testing.assert_close(
-            fastvit_attention(*args, **kwargs)[0], sdpa_attention_forward(*args, **kwargs)[0],
-            rtol=1e-4, atol=1e-5,
-        )  # fmt: skip
+            fastvit_attention(*args, **kwargs)[0],
+            sdpa_attention_forward(*args, **kwargs)[0],
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("asked", ["cache", "position_bias", "softcap", "groups"])
@@ -137,9 +144,11 @@ def test_timm_layer_arguments():
     from fastvit_kernels import timm_layers
 
     model = timm_model(
-        norm_layer=partial(timm_layers.LayerNorm, eps=1e-6), attn_layer=timm_layers.Attention,
-        mlp_layer=timm_layers.Mlp, embed_layer=timm_layers.PatchEmbed,
-    )  # fmt: skip
+        norm_layer=partial(timm_layers.LayerNorm, eps=1e-6),
+        attn_layer=timm_layers.Attention,
+        mlp_layer=timm_layers.Mlp,
+        embed_layer=timm_layers.PatchEmbed,
+    )
     host = timm_model()
     assert list(model.state_dict()) == list(host.state_dict())
     host.load_state_dict(model.state_dict())
@@ -187,8 +196,9 @@ def test_timm_reshapes_a_swapped_model():
         m.set_input_size(img_size=(42, 42))
         m.reset_classifier(0)
     x = torch.randn(2, 3, 42, 42)
-    for a, b in zip(model.forward_intermediates(x)[1], host.forward_intermediates(x)[1],
-                    strict=True):  # fmt: skip
+    for a, b in zip(
+        model.forward_intermediates(x)[1], host.forward_intermediates(x)[1], strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -260,9 +270,14 @@ def test_lightning(tmp_path):
     for swap in (False, True):
         task = Task(swap)
         trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
         trainer.fit(task, torch.utils.data.DataLoader(data(), batch_size=None))
         found.append(torch.tensor(task.rows))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)

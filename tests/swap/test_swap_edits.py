@@ -112,11 +112,13 @@ def _edit(root, draw):
     undo: Callable[[], None] | None = None
     if kind == "setting":
         own = sorted(
-            k for k, v in vars(module).items()
-            if isinstance(v, (bool, int, float, tuple)) and not k.startswith("_")
+            k
+            for k, v in vars(module).items()
+            if isinstance(v, (bool, int, float, tuple))
+            and not k.startswith("_")
             and k not in ("dropout", "attention_dropout", "attn_drop", "training")
             and "attn_drop" not in name
-        )  # fmt: skip
+        )
         if own:
             key = draw.choice(own)
             kind = f"setting {key}"
@@ -126,9 +128,17 @@ def _edit(root, draw):
         if children and type(module).__name__ != "MultiheadAttention":
             key = draw.choice(children)
             new = draw.choice(
-                [nn.Identity, nn.Tanh, nn.ReLU, lambda: nn.Dropout(0.3), lambda: nn.LayerNorm(16),
-                 lambda: nn.Linear(16, 16), lambda: nn.RMSNorm(16), nn.GELU]
-            )  # fmt: skip
+                [
+                    nn.Identity,
+                    nn.Tanh,
+                    nn.ReLU,
+                    lambda: nn.Dropout(0.3),
+                    lambda: nn.LayerNorm(16),
+                    lambda: nn.Linear(16, 16),
+                    lambda: nn.RMSNorm(16),
+                    nn.GELU,
+                ]
+            )
             kind = f"child {key}"
             torch.manual_seed(1)
             setattr(module, key, new())
@@ -144,9 +154,9 @@ def _edit(root, draw):
     elif kind == "hook":
         module.register_forward_hook(_scaled)
     elif kind == "pre_hook":
-        module.register_forward_pre_hook(lambda m, args: tuple(
-            a * 1.5 if isinstance(a, torch.Tensor) else a for a in args
-        ))  # fmt: skip
+        module.register_forward_pre_hook(
+            lambda m, args: tuple(a * 1.5 if isinstance(a, torch.Tensor) else a for a in args)
+        )
     elif kind == "method":
         own = type(module)  # asked at the call, for a class that is patched later
         module.forward = lambda *a, **k: _scaled(None, None, own.forward(module, *a, **k))

@@ -79,12 +79,18 @@ def test_onnx_by_torch_export(host):
 
 
 EXPORTED = [
-    ("ours", "vit_tiny_patch16_224"), ("ours", "eva02_tiny_patch14_224"),
-    ("ours", "vit_small_patch16_dinov3"), ("timm", "vit_tiny_patch16_224"),
-    ("timm", "eva02_tiny_patch14_224"), ("timm", "aimv2_large_patch14_224"),
-    ("timm", "vit_relpos_small_patch16_224"), ("torchvision", None), ("transformers", "aimv2"),
-    ("transformers", "dinov2_swiglu"), ("transformers", "beit"),
-]  # fmt: skip
+    ("ours", "vit_tiny_patch16_224"),
+    ("ours", "eva02_tiny_patch14_224"),
+    ("ours", "vit_small_patch16_dinov3"),
+    ("timm", "vit_tiny_patch16_224"),
+    ("timm", "eva02_tiny_patch14_224"),
+    ("timm", "aimv2_large_patch14_224"),
+    ("timm", "vit_relpos_small_patch16_224"),
+    ("torchvision", None),
+    ("transformers", "aimv2"),
+    ("transformers", "dinov2_swiglu"),
+    ("transformers", "beit"),
+]
 
 
 @pytest.mark.parametrize("choice", ["auto", "torch"])

@@ -50,7 +50,7 @@ STRUCTURES = {
     "beit_base_patch16_224": "block",
     "eva02_tiny_patch14_224": "block",
     "swin_tiny_patch4_window7_224": "block",
-}  # fmt: skip
+}
 
 
 def small(name):
@@ -126,10 +126,19 @@ def test_a_gate_of_attention_is_fused():
 
 
 KERNEL_RUNS = (
-    "vit_tiny_patch16_224", "vit_base_patch14_dinov2", "vit_base_patch16_xp_224",
-    "vit_base_patch16_rope_224", "beit_base_patch16_224", "swin_tiny_patch4_window7_224",
-    "torchvision", "vit", "dinov2_with_registers", "siglip", "clip", "dinov3_vit",
-)  # fmt: skip
+    "vit_tiny_patch16_224",
+    "vit_base_patch14_dinov2",
+    "vit_base_patch16_xp_224",
+    "vit_base_patch16_rope_224",
+    "beit_base_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "torchvision",
+    "vit",
+    "dinov2_with_registers",
+    "siglip",
+    "clip",
+    "dinov3_vit",
+)
 
 
 @pytest.mark.parametrize("name", KERNEL_RUNS)

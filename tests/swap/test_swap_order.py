@@ -37,9 +37,12 @@ def assert_same(actual, wanted):
     for name, value in wanted.items():
         assert actual[name] is not None, name
         torch.testing.assert_close(
-            actual[name], value, rtol=1e-3, atol=1e-4,
+            actual[name],
+            value,
+            rtol=1e-3,
+            atol=1e-4,
             msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+        )
 
 
 def x_of(*shape):

@@ -122,9 +122,24 @@ CHANGES = {
 } | {
     f"{kind.__name__[1:]}_{path}": kind(f"blocks.0{path and '.' + path}")
     for kind in (_hook, _pre_hook)
-    for path in ("", "norm1", "attn", "attn.qkv", "attn.proj", "attn.proj_drop", "ls1", "norm2",
-                 "drop_path1", "mlp", "mlp.fc1", "mlp.act", "mlp.fc2", "mlp.drop1", "mlp.norm")
-}  # fmt: skip
+    for path in (
+        "",
+        "norm1",
+        "attn",
+        "attn.qkv",
+        "attn.proj",
+        "attn.proj_drop",
+        "ls1",
+        "norm2",
+        "drop_path1",
+        "mlp",
+        "mlp.fc1",
+        "mlp.act",
+        "mlp.fc2",
+        "mlp.drop1",
+        "mlp.norm",
+    )
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -290,9 +305,14 @@ def test_causal_text_layers_stay_causal():
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = CLIPTextConfig(
-        vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=16, eos_token_id=49,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        eos_token_id=49,
+    )
     model = randomize(CLIPTextModel(config)).eval()
     ids = torch.arange(10)[None]
     wanted = model(ids).last_hidden_state

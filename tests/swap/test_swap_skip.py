@@ -36,9 +36,14 @@ def _hf_layer():
     from transformers import Dinov2Config
     from transformers.models.dinov2.modeling_dinov2 import Dinov2Layer
 
-    return Dinov2Layer(Dinov2Config(
-        hidden_size=16, num_attention_heads=2, drop_path_rate=0.5, attn_implementation="sdpa",
-    ))  # fmt: skip
+    return Dinov2Layer(
+        Dinov2Config(
+            hidden_size=16,
+            num_attention_heads=2,
+            drop_path_rate=0.5,
+            attn_implementation="sdpa",
+        )
+    )
 
 
 HOSTS = {

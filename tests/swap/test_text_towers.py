@@ -46,8 +46,9 @@ def hf(name):
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     config = getattr(transformers, name.replace("Model", "Config"))(
         text_config=dict(sizes, vocab_size=20, max_position_embeddings=6, eos_token_id=19),
-        vision_config=dict(sizes, image_size=16, patch_size=8), projection_dim=32,
-    )  # fmt: skip
+        vision_config=dict(sizes, image_size=16, patch_size=8),
+        projection_dim=32,
+    )
     texts = TEXTS.clone()
     texts[:, 4] = 19
     return getattr(transformers, name)(config), dict(input_ids=texts, pixel_values=IMAGES)
@@ -186,9 +187,12 @@ def test_other_masks_are_the_hosts():
         swap_in(block)
         makes_numbers = type(host) is others.CallersMaskBlock
         for given, fused in (
-            (mask, True), (MASKS["boolean"], not makes_numbers), (mask.expand(4, 6, 6), True),
-            (MASKS["of_numbers"].double().requires_grad_(), False), (TRIANGLE, False),
-        ):  # fmt: skip
+            (mask, True),
+            (MASKS["boolean"], not makes_numbers),
+            (mask.expand(4, 6, 6), True),
+            (MASKS["of_numbers"].double().requires_grad_(), False),
+            (TRIANGLE, False),
+        ):
             with watch(block) as status:
                 y = block(x, attn_mask=given)
             torch.testing.assert_close(y, host(x, attn_mask=given), rtol=1e-9, atol=1e-9)

@@ -40,9 +40,10 @@ def _naflex(name: str, **more: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]
     """A model, and patches of a whole image, of half a one and of a single row."""
     kind, settings = NAFLEX[name]
     model = timm.create_model(
-        f"naflexvit_base_patch16_{kind}", patch_size=4,
+        f"naflexvit_base_patch16_{kind}",
+        patch_size=4,
         **{**NARROW, "drop_path_rate": 0.2, **settings, **more},
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     coord = torch.cartesian_prod(torch.arange(4), torch.arange(3)).repeat(3, 1, 1)
     valid = torch.arange(12) < torch.tensor([[12], [6], [3]])
@@ -178,9 +179,11 @@ DROPPED = {
 
 def _dropping(**settings: Any) -> nn.Module:
     model = timm.create_model(
-        "vit_base_patch16_224", img_size=(16, 12), patch_size=4,
+        "vit_base_patch16_224",
+        img_size=(16, 12),
+        patch_size=4,
         **{**NARROW, "drop_path_rate": 0.2, "patch_drop_rate": 0.6, **settings},
-    )  # fmt: skip
+    )
     return randomize(model)
 
 

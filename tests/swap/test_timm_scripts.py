@@ -34,11 +34,41 @@ pytestmark = pytest.mark.skipif(
 ADDED = "    from fastvit_kernels import swap_in; swap_in(model)\n"
 SIZES = ["img_size=8", "patch_size=4", "embed_dim=32", "depth=2", "num_heads=2", "mlp_ratio=2"]
 MODEL = ["--model", "vit_base_patch14_dinov2", "--model-kwargs", *SIZES, "init_values=0.1"]
-READING = ["--num-classes", "10", "--batch-size", "16", "--img-size", "8", "--workers", "0",
-           "--device", "cpu"]  # fmt: skip
-TRAINING = ["--epochs", "2", "--warmup-epochs", "0", "--opt", "adamw", "--lr", "2e-3", "--seed",
-            "3", "--clip-grad", "1.0", "--mixup", "0.2", "--aa", "rand-m5", "--drop-path", "0.1",
-            "--model-ema", "--model-ema-decay", "0.9"]  # fmt: skip
+READING = [
+    "--num-classes",
+    "10",
+    "--batch-size",
+    "16",
+    "--img-size",
+    "8",
+    "--workers",
+    "0",
+    "--device",
+    "cpu",
+]
+TRAINING = [
+    "--epochs",
+    "2",
+    "--warmup-epochs",
+    "0",
+    "--opt",
+    "adamw",
+    "--lr",
+    "2e-3",
+    "--seed",
+    "3",
+    "--clip-grad",
+    "1.0",
+    "--mixup",
+    "0.2",
+    "--aa",
+    "rand-m5",
+    "--drop-path",
+    "0.1",
+    "--model-ema",
+    "--model-ema-decay",
+    "0.9",
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +105,10 @@ def scripts(folder, swapped):
         if swapped:
             text, count = re.subn(
                 r"^    (model = )?model\.to\(device=device, dtype.*\n",
-                lambda found: found[0] + ADDED, text, flags=re.MULTILINE,
-            )  # fmt: skip
+                lambda found: found[0] + ADDED,
+                text,
+                flags=re.MULTILINE,
+            )
             assert count == 1, name
         (folder / name).write_text(text)
     return folder
@@ -89,13 +121,37 @@ def run(monkeypatch, script, *words):
 
 def train_and_validate(monkeypatch, folder, digits):
     """The rows of train.py's summary.csv, and what validate.py prints of its last checkpoint."""
-    run(monkeypatch, folder / "train.py", "--data-dir", digits, *MODEL, *READING, *TRAINING,
-        "--output", folder, "--experiment", "run")  # fmt: skip
+    run(
+        monkeypatch,
+        folder / "train.py",
+        "--data-dir",
+        digits,
+        *MODEL,
+        *READING,
+        *TRAINING,
+        "--output",
+        folder,
+        "--experiment",
+        "run",
+    )
     with (folder / "run" / "summary.csv").open() as file:
         rows = [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
-    run(monkeypatch, folder / "validate.py", digits, "--split", "validation", *MODEL, *READING,
-        "--checkpoint", folder / "run" / "last.pth.tar", "--results-file", folder / "validated",
-        "--results-format", "json", "--use-ema")  # fmt: skip
+    run(
+        monkeypatch,
+        folder / "validate.py",
+        digits,
+        "--split",
+        "validation",
+        *MODEL,
+        *READING,
+        "--checkpoint",
+        folder / "run" / "last.pth.tar",
+        "--results-file",
+        folder / "validated",
+        "--results-format",
+        "json",
+        "--use-ema",
+    )
     return rows, json.loads((folder / "validated").read_text())
 
 

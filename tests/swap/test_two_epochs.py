@@ -54,9 +54,16 @@ def pair(build):
 
 def timm_vit():
     return timm.create_model(
-        "vit_base_patch14_dinov2", img_size=8, patch_size=4, embed_dim=32, depth=2, num_heads=2,
-        mlp_ratio=2, num_classes=10, init_values=0.1,
-    )  # fmt: skip
+        "vit_base_patch14_dinov2",
+        img_size=8,
+        patch_size=4,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        mlp_ratio=2,
+        num_classes=10,
+        init_values=0.1,
+    )
 
 
 def assert_same_losses(host, swapped):
@@ -91,19 +98,30 @@ def test_timm_train_and_validate():
     def loader(training):
         mixup = FastCollateMixup(mixup_alpha=0.2, num_classes=10) if training else None
         return create_loader(
-            Pictures(), (3, 8, 8), BATCH, is_training=training, use_prefetcher=True,
-            auto_augment="rand-m5" if training else None, num_workers=0, collate_fn=mixup,
-            device=torch.device("cpu"), pin_memory=False, persistent_workers=False,
-        )  # fmt: skip
+            Pictures(),
+            (3, 8, 8),
+            BATCH,
+            is_training=training,
+            use_prefetcher=True,
+            auto_augment="rand-m5" if training else None,
+            num_workers=0,
+            collate_fn=mixup,
+            device=torch.device("cpu"),
+            pin_memory=False,
+            persistent_workers=False,
+        )
 
     def train_and_validate(model):
         random_seed(3)
         optimizer = create_optimizer_v2(model, opt="adamw", lr=2e-3, weight_decay=0.05)
         train, validate = loader(True), loader(False)
         scheduler, _ = create_scheduler_v2(
-            optimizer, sched="cosine", num_epochs=EPOCHS, warmup_epochs=0,
+            optimizer,
+            sched="cosine",
+            num_epochs=EPOCHS,
+            warmup_epochs=0,
             updates_per_epoch=len(train),
-        )  # fmt: skip
+        )
         ema, scaler = ModelEmaV3(model, decay=0.9), NativeScaler(device="cpu")
         loss_fn, losses, updates = SoftTargetCrossEntropy(), [], 0
         for epoch in range(EPOCHS):
@@ -136,10 +154,16 @@ def test_transformers_trainer(tmp_path):
     def build():
         return transformers.ViTForImageClassification(
             transformers.ViTConfig(
-                hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                image_size=8, patch_size=4, num_labels=10, hidden_dropout_prob=0.0,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                image_size=8,
+                patch_size=4,
+                num_labels=10,
+                hidden_dropout_prob=0.0,
             )
-        )  # fmt: skip
+        )
 
     def collate(rows):
         images, labels = zip(*rows, strict=True)
@@ -147,10 +171,18 @@ def test_transformers_trainer(tmp_path):
 
     def run(model, out):
         arguments = transformers.TrainingArguments(
-            output_dir=str(out), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH,
-            learning_rate=2e-3, logging_steps=1, report_to="none", use_cpu=True, seed=3,
-            save_strategy="epoch", disable_tqdm=True, remove_unused_columns=False,
-        )  # fmt: skip
+            output_dir=str(out),
+            num_train_epochs=EPOCHS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=2e-3,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            seed=3,
+            save_strategy="epoch",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        )
         trainer = transformers.Trainer(
             model=model, args=arguments, train_dataset=Digits(), data_collator=collate
         )
@@ -180,9 +212,13 @@ def test_lightning(tmp_path):
     def run(model, out):
         task = Task(model)
         trainer = lightning.Trainer(
-            max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=out,
-        )  # fmt: skip
+            max_epochs=EPOCHS,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=out,
+        )
         trainer.fit(task, torch.utils.data.DataLoader(Digits(), BATCH))
         return task.losses
 

@@ -19,30 +19,57 @@ transformers = pytest.importorskip("transformers")
 
 def hiera_timm():
     return timm.create_model(
-        "hiera_tiny_224", img_size=32, stages=(2, 2, 1), embed_dim=16, mask_unit_size=(4, 4),
-        q_pool=2, mask_unit_attn=(True, True, False), num_classes=3, drop_path_rate=0.3,
-    )  # fmt: skip
+        "hiera_tiny_224",
+        img_size=32,
+        stages=(2, 2, 1),
+        embed_dim=16,
+        mask_unit_size=(4, 4),
+        q_pool=2,
+        mask_unit_attn=(True, True, False),
+        num_classes=3,
+        drop_path_rate=0.3,
+    )
 
 
 def hiera():
     config = transformers.HieraConfig(
-        embed_dim=16, image_size=[32, 32], patch_stride=[4, 4], patch_kernel=[7, 7],
-        patch_padding=[3, 3], depths=[2, 2, 1], num_heads=[1, 2, 4], embed_dim_multiplier=2.0,
-        num_query_pool=2, query_stride=[2, 2], masked_unit_size=[4, 4], mlp_ratio=2.0,
-        masked_unit_attention=[True, True, False], drop_path_rate=0.3,
-    )  # fmt: skip
+        embed_dim=16,
+        image_size=[32, 32],
+        patch_stride=[4, 4],
+        patch_kernel=[7, 7],
+        patch_padding=[3, 3],
+        depths=[2, 2, 1],
+        num_heads=[1, 2, 4],
+        embed_dim_multiplier=2.0,
+        num_query_pool=2,
+        query_stride=[2, 2],
+        masked_unit_size=[4, 4],
+        mlp_ratio=2.0,
+        masked_unit_attention=[True, True, False],
+        drop_path_rate=0.3,
+    )
     return transformers.HieraModel(config)
 
 
 def sam2():
     """Windows of 4 and 3, of which the grid of 4 has no whole number, and all of that grid."""
     config = transformers.Sam2HieraDetConfig(
-        hidden_size=16, num_attention_heads=1, image_size=[32, 32], patch_kernel_size=[7, 7],
-        patch_stride=[4, 4], patch_padding=[3, 3], query_stride=[2, 2], num_query_pool_stages=1,
-        window_positional_embedding_background_size=[4, 4], blocks_per_stage=[2, 3],
-        embed_dim_per_stage=[16, 32], num_attention_heads_per_stage=[1, 2],
-        window_size_per_stage=[4, 3], global_attention_blocks=[4], mlp_ratio=2.0,
-    )  # fmt: skip
+        hidden_size=16,
+        num_attention_heads=1,
+        image_size=[32, 32],
+        patch_kernel_size=[7, 7],
+        patch_stride=[4, 4],
+        patch_padding=[3, 3],
+        query_stride=[2, 2],
+        num_query_pool_stages=1,
+        window_positional_embedding_background_size=[4, 4],
+        blocks_per_stage=[2, 3],
+        embed_dim_per_stage=[16, 32],
+        num_attention_heads_per_stage=[1, 2],
+        window_size_per_stage=[4, 3],
+        global_attention_blocks=[4],
+        mlp_ratio=2.0,
+    )
     return transformers.Sam2HieraDetModel(config)
 
 
@@ -50,26 +77,43 @@ def sam2_timm():
     """Windows of 4 and 3 of grids of 8 and 4, and the whole grid, in a block that adds LayerScale's
     and DropPath's results."""
     return timm.models.hieradet_sam2.HieraDet(
-        embed_dim=16, num_heads=1, stages=(2, 3), q_pool=1, q_stride=(2, 2), num_classes=3,
-        window_spec=(4, 3), global_att_blocks=(3,), global_pos_size=(4, 4),
-        init_values=0.5, drop_path_rate=0.3,
-    )  # fmt: skip
+        embed_dim=16,
+        num_heads=1,
+        stages=(2, 3),
+        q_pool=1,
+        q_stride=(2, 2),
+        num_classes=3,
+        window_spec=(4, 3),
+        global_att_blocks=(3,),
+        global_pos_size=(4, 4),
+        init_values=0.5,
+        drop_path_rate=0.3,
+    )
 
 
 def sam3():
     config = transformers.Sam3ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        image_size=32, patch_size=8, pretrain_image_size=24, window_size=3,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+        pretrain_image_size=24,
+        window_size=3,
         global_attn_indexes=[1],
-    )  # fmt: skip
+    )
     return transformers.Sam3ViTModel(config)
 
 
 # name -> (model, how many blocks pool their queries and stay the host's)
 HOSTS = {
-    "hiera_timm": (hiera_timm, 2), "hiera": (hiera, 2), "sam2": (sam2, 1),
-    "sam2_timm": (sam2_timm, 1), "sam3": (sam3, 0),
-}  # fmt: skip
+    "hiera_timm": (hiera_timm, 2),
+    "hiera": (hiera, 2),
+    "sam2": (sam2, 1),
+    "sam2_timm": (sam2_timm, 1),
+    "sam3": (sam3, 0),
+}
 
 
 def built(name):

@@ -25,13 +25,23 @@ HOSTS = {
     "timm-0.9.16": ["timm==0.9.16"],
     "timm-1.0.15": ["timm==1.0.15"],
     "transformers-4.57.6": [
-        "transformers==4.57.6", "huggingface_hub==0.36.0", "tokenizers==0.22.1", "kernels==0.10.5",
+        "transformers==4.57.6",
+        "huggingface_hub==0.36.0",
+        "tokenizers==0.22.1",
+        "kernels==0.10.5",
     ],
     "transformers-5.17.0": [
-        "transformers==5.17.0", "huggingface_hub==1.33.0", "httpx==0.28.1", "httpcore==1.0.9",
-        "h11==0.16.0", "anyio==4.16.0", "certifi==2026.10.18", "idna==3.20", "sniffio==1.3.1",
+        "transformers==5.17.0",
+        "huggingface_hub==1.33.0",
+        "httpx==0.28.1",
+        "httpcore==1.0.9",
+        "h11==0.16.0",
+        "anyio==4.16.0",
+        "certifi==2026.10.18",
+        "idna==3.20",
+        "sniffio==1.3.1",
     ],
-}  # fmt: skip
+}
 # One name for each structure; a name that a version does not have is not in its list.
 TIMM = """
 aimv2_large_patch14_224 beit_base_patch16_224 beitv2_base_patch16_224 deit3_base_patch16_224
@@ -79,9 +89,13 @@ def run(name: str, folder: Path) -> bool:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(p for p in path if p)
         ran = subprocess.run(
-            command, env=environment, check=False, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            command,
+            env=environment,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
     print(f"== {name}\n{ran.stdout}", end="", flush=True)
     return ran.returncode == 0
 

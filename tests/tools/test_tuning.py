@@ -454,8 +454,11 @@ def test_the_librarys_attention_is_one_of_the_configs(us, winner, capsys, monkey
     launch_configs.install(HERE, None)  # as a process that starts
     with launch_configs.recording() as choices, fk.backend("triton"):
         step()
-    found = {c.table: TABLES[c.table].choose(HERE, *c.key).route for c in choices
-             if c.table in ("attention_fwd", "attention_bwd")}  # fmt: skip
+    found = {
+        c.table: TABLES[c.table].choose(HERE, *c.key).route
+        for c in choices
+        if c.table in ("attention_fwd", "attention_bwd")
+    }
     assert found == dict.fromkeys(("attention_fwd", "attention_bwd"), winner)
 
 
@@ -757,9 +760,14 @@ def test_every_op_has_a_specification_with_its_arguments():
 def test_noted_calls_of_a_model_keep_the_2x_rule():
     """Shapes, strides, casts and residuals as in a step; so the specifications are right."""
     vit = fk.create_vit(
-        "vit_mnist", img_size=12, depth=1, embed_dim=32, num_heads=2, init_values=0.1,
+        "vit_mnist",
+        img_size=12,
+        depth=1,
+        embed_dim=32,
+        num_heads=2,
+        init_values=0.1,
         drop_path_rate=0.5,
-    ).train()  # fmt: skip
+    ).train()
 
     def step():
         with torch.autocast("cpu", torch.bfloat16):
@@ -781,9 +789,16 @@ def test_noted_calls_keep_integers():
     """Bytes of images, patches to keep, samples to keep, starts of packed sequences, masks of keys;
     a second step with other numbers is a call of the same kind."""
     vit = fk.create_vit(
-        "vit_mnist", img_size=12, depth=1, embed_dim=32, num_heads=2, mean=[0.4], std=[0.3],
-        patch_drop_rate=0.5, drop_path="skip",
-    ).train()  # fmt: skip
+        "vit_mnist",
+        img_size=12,
+        depth=1,
+        embed_dim=32,
+        num_heads=2,
+        mean=[0.4],
+        std=[0.3],
+        patch_drop_rate=0.5,
+        drop_path="skip",
+    ).train()
     block = vit.blocks[0]
     block.drop_path1.drop_prob = block.drop_path2.drop_prob = 0.5
     qkv = torch.randn(7, 3, 1, 8, requires_grad=True)
@@ -800,8 +815,12 @@ def test_noted_calls_keep_integers():
         if any(getattr(x, "values", None) is not None for _, x in call.arguments)
     }
     assert {*of_integers} >= {
-        "patch_embed", "layer_norm_and_input", "linear", "varlen_attention", "attention"
-    }  # fmt: skip
+        "patch_embed",
+        "layer_norm_and_input",
+        "linear",
+        "varlen_attention",
+        "attention",
+    }
     starts = dict(of_integers["varlen_attention"][0].arguments)["cu_seqlens"]
     assert starts.values.tolist() == [0, 3, 7]  # the first one's
     for call, count in of_integers.values():
@@ -826,16 +845,19 @@ def test_a_call_is_noted_as_it_was_asked():
             fk.mlp(x, *weights)
         fk.attention(qkv, dropout_p=0.5)  # no specification draws its bits
         fk.patch_embed(
-            torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.randn(8, 3, 4, 4),
-            mean=[0.5, 0.5, 0.5], std=[0.2, 0.2, 0.2],
-        )  # fmt: skip
+            torch.zeros(1, 3, 4, 4, dtype=torch.uint8),
+            torch.randn(8, 3, 4, 4),
+            mean=[0.5, 0.5, 0.5],
+            std=[0.2, 0.2, 0.2],
+        )
     names = ["layer_norm", "linear", "mlp", "patch_embed"]
     assert [call.function.__name__ for call in calls] == names
     norm, _, mlp, _ = calls
     assert norm.autocast is None and mlp.autocast is torch.bfloat16
     assert [dict(norm.arguments)["x"].requires_grad, dict(mlp.arguments)["x"].requires_grad] == [
-        False, True
-    ]  # fmt: skip
+        False,
+        True,
+    ]
     assert not dict(mlp.arguments)["fc2_weight"].requires_grad
     replayed = replay.Replay(mlp, CPU)
     with backend_module.backend("torch"):

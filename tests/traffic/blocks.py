@@ -52,16 +52,28 @@ TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)
 # Bytes a token for each of C channels, F = 4 C, fp32 residual stream, 16-bit products.
 MINIMUM = {
     "forward": {
-        "norm 1": 4 + 2, "qkv": 2 + 6, "attention": 6 + 2, "proj, residual": 2 + 4 + 4,
-        "norm 2": 4 + 2, "fc1, gelu": 2 + 8 + 8, "fc2, residual": 8 + 4 + 4,
+        "norm 1": 4 + 2,
+        "qkv": 2 + 6,
+        "attention": 6 + 2,
+        "proj, residual": 2 + 4 + 4,
+        "norm 2": 4 + 2,
+        "fc1, gelu": 2 + 8 + 8,
+        "fc2, residual": 8 + 4 + 4,
     },
     "backward": {
-        "fc2 weight": 2 + 8, "hidden, a rebuilt": 2 + 8 + 8 + 8, "fc1 weight": 8 + 2,
-        "fc1 input": 8 + 2, "norm 2, 16-bit copy": 2 + 4 + 4 + 4 + 2, "proj weight": 2 + 2,
-        "proj input": 2 + 2, "attention": 6 + 2 + 2 + 6, "qkv weight": 6 + 2, "qkv input": 6 + 2,
+        "fc2 weight": 2 + 8,
+        "hidden, a rebuilt": 2 + 8 + 8 + 8,
+        "fc1 weight": 8 + 2,
+        "fc1 input": 8 + 2,
+        "norm 2, 16-bit copy": 2 + 4 + 4 + 4 + 2,
+        "proj weight": 2 + 2,
+        "proj input": 2 + 2,
+        "attention": 6 + 2 + 2 + 6,
+        "qkv weight": 6 + 2,
+        "qkv input": 6 + 2,
         "norm 1, 16-bit copy": 2 + 4 + 4 + 4 + 2,
     },
-}  # fmt: skip
+}
 # The same of its 12 C^2 weights, an element: cast and read; read, and their fp32 gradient written.
 WEIGHTS = {"forward": 4 + 2 + 2, "backward": 2 + 4}
 # x, y, qkv, out, x, y, pre-activation
@@ -76,9 +88,15 @@ def vit(size: str, depth: int, drop_path: float = 0.0, **more: Any) -> nn.Module
     C, _, heads, hidden = VITS[size]
     with torch.device("meta"):
         return VisionTransformer(
-            img_size=SIZE, patch_size=PATCH, embed_dim=C, depth=depth, num_heads=heads,
-            mlp_ratio=hidden / C, drop_path_rate=drop_path, **more,
-        )  # fmt: skip
+            img_size=SIZE,
+            patch_size=PATCH,
+            embed_dim=C,
+            depth=depth,
+            num_heads=heads,
+            mlp_ratio=hidden / C,
+            drop_path_rate=drop_path,
+            **more,
+        )
 
 
 def tower(name: str, depth: int, **more: Any) -> Any:
@@ -204,8 +222,10 @@ def count_graphs(model: nn.Module, batch: int) -> Step:
     def run(graph: Any, known: dict[str, Any]) -> Any:
         inputs = {
             node.name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-            for node in graph.graph.nodes if node.op == "placeholder" for x in [node.meta["val"]]
-        }  # fmt: skip
+            for node in graph.graph.nodes
+            if node.op == "placeholder"
+            for x in [node.meta["val"]]
+        }
         return graph(*(known.get(name, x) for name, x in inputs.items()))
 
     with counting() as count:
@@ -260,14 +280,17 @@ def checkpointed(model: Any, name: Any, swaps: bool) -> nn.Module:
 DROPPED = (0.3, 0.4)  # rates at which a block masks, and skips
 SKIPPING = {"swapped, masks": "swapped", 'swapped, drop_path="skip"': "skip"}
 PROVIDERS_OF_DROPPED = {
-    "skip": (partial(swapped, drop_path="skip"), lambda: backend("triton")), **PROVIDERS,
+    "skip": (partial(swapped, drop_path="skip"), lambda: backend("triton")),
+    **PROVIDERS,
     **{
         f"{kind}, checkpoint, {given}": (
-            partial(checkpointed, name=name, swaps=kind == "swapped"), lambda: backend("triton")
+            partial(checkpointed, name=name, swaps=kind == "swapped"),
+            lambda: backend("triton"),
         )
-        for kind in ("timm", "swapped") for given, name in CHECKPOINTS.items()
+        for kind in ("timm", "swapped")
+        for given, name in CHECKPOINTS.items()
     },
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -323,9 +346,15 @@ def minimum(C: int) -> float:
 
 
 HEADER = (
-    "model", "provider", "launches forward", "backward", "C bytes forward", "backward",
-    "of minimum", "C bytes kept",
-)  # fmt: skip
+    "model",
+    "provider",
+    "launches forward",
+    "backward",
+    "C bytes forward",
+    "backward",
+    "of minimum",
+    "C bytes kept",
+)
 
 
 def _row(name: str, provider: str, step: Step, unit: int, least: float | None) -> tuple[str, ...]:
@@ -333,9 +362,14 @@ def _row(name: str, provider: str, step: Step, unit: int, least: float | None) -
     moved = [side[1] / unit for side in (step.forward, step.backward)]
     share = "-" if least is None else f"{sum(moved) / least:.2f}"
     return (
-        name, provider, str(step.forward[0]), str(step.backward[0]), *(f"{n:.1f}" for n in moved),
-        share, f"{step.kept / unit:.1f}",
-    )  # fmt: skip
+        name,
+        provider,
+        str(step.forward[0]),
+        str(step.backward[0]),
+        *(f"{n:.1f}" for n in moved),
+        share,
+        f"{step.kept / unit:.1f}",
+    )
 
 
 def rows() -> Iterator[tuple[str, ...]]:
@@ -405,9 +439,11 @@ def patches(size: str, way: str, ours: bool) -> Step:
     C, tokens = VITS[size][0], TOKENS // BATCH
     function = patch_embed if ours else patch_embed_ref
     shapes = {
-        "weight": (C, 3, PATCH, PATCH), "bias": (C,), "prefix_tokens": (1, 1, C),
+        "weight": (C, 3, PATCH, PATCH),
+        "bias": (C,),
+        "prefix_tokens": (1, 1, C),
         "pos_embed": (1, tokens, C),
-    }  # fmt: skip
+    }
     given: dict[str, Any] = {}
     with backend("triton"), counting() as count:
         parameters = {n: torch.empty(s, requires_grad=True) for n, s in shapes.items()}
@@ -471,14 +507,23 @@ def _packed(qkv: Tensor, n: list[int]) -> Tensor:
 
 
 WAYS = (
-    Way("SDPA, mask (B, 1, T, T)", lambda x, n: _sdpa(x, _mask(x, x.shape[1])), False,
-        lambda n, T: T * T),
+    Way(
+        "SDPA, mask (B, 1, T, T)",
+        lambda x, n: _sdpa(x, _mask(x, x.shape[1])),
+        False,
+        lambda n, T: T * T,
+    ),
     Way("SDPA, mask (B, 1, 1, T)", lambda x, n: _sdpa(x, _mask(x, 1)), False, lambda n, T: T * T),
     Way("SDPA image by image", _by_image, True, lambda n, T: n * n),
-    Way("attention, mask (B, 1, 1, T)", lambda x, n: attention(x, attn_mask=_mask(x, 1)), False,
-        lambda n, T: n * T, skips_keys=True),
+    Way(
+        "attention, mask (B, 1, 1, T)",
+        lambda x, n: attention(x, attn_mask=_mask(x, 1)),
+        False,
+        lambda n, T: n * T,
+        skips_keys=True,
+    ),
     Way("varlen_attention", _packed, True, lambda n, T: n * n),
-)  # fmt: skip
+)
 IMAGES_PACKED = Shape("NaFlex-B", 64, 1024, 768, 12, 3072, variant=SPREAD)
 
 

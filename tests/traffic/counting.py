@@ -83,9 +83,12 @@ class _Counting(TorchDispatchMode):
 
 # Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
 ROWS_OF_KEPT = {
-    "norm_fwd": ("x_ptr",), "norm_bwd": ("x_ptr",), "epilogue_fwd": ("y_ptr", "residual_ptr"),
-    "linear_fwd": ("y_ptr", "residual_ptr"), "epilogue_bwd": ("dy_ptr",),
-}  # fmt: skip
+    "norm_fwd": ("x_ptr",),
+    "norm_bwd": ("x_ptr",),
+    "epilogue_fwd": ("y_ptr", "residual_ptr"),
+    "linear_fwd": ("y_ptr", "residual_ptr"),
+    "epilogue_bwd": ("dy_ptr",),
+}
 
 
 def left_out(name: str, given: dict[str, Any]) -> int:
@@ -117,10 +120,16 @@ class _MasksAsOnCuda(TorchFunctionMode):
 
 
 def _masked_sdpa(
-    sdpa: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, attn_mask: Tensor | None = None,
+    sdpa: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
     **options: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     mask = attn_mask if mask is None else mask
     if mask is None:
         return sdpa(q, k, v, None, dropout_p, is_causal, **options)

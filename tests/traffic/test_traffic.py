@@ -249,8 +249,10 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
     least = f"{73 / traffic.minimum(768):.2f}"
     assert vit_b == ("ViT-B/16", "swapped", "3", "4", "50.0", "23.0", least, "7.0")
     assert [given[:2] for given in built[:3]] == [
-        ("S", "timm"), ("S", "swapped"), ("S", 'swapped, memory="low"')
-    ]  # fmt: skip
+        ("S", "timm"),
+        ("S", "swapped"),
+        ("S", 'swapped, memory="low"'),
+    ]
 
     monkeypatch.setattr(traffic, "images_attended", lambda way: step)
     monkeypatch.setattr(traffic, "bias_learnt", lambda ours: step)

@@ -127,8 +127,9 @@ def test_a_config_that_ends_its_process_is_named():
     runs = worker.runs_of(Outcome(job("a case", ""), lines, "not finished after 5 s, killed"))
     first, second, *_ = TABLES[table].configs
     assert [(r.config, r.share, r.fault) for r in runs] == [
-        (first, 0.5, None), (second, 0.0, "not finished after 5 s, killed")
-    ]  # fmt: skip
+        (first, 0.5, None),
+        (second, 0.0, "not finished after 5 s, killed"),
+    ]
 
 
 def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_path):
@@ -296,9 +297,12 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
 
 @pytest.mark.parametrize(
     ("fault", "lost", "tried"),
-    [("RuntimeError: CUDA error", "lost", 1), ("RuntimeError: CUDA error", None, 2),
-     (None, "asked in vain", 2)],
-)  # fmt: skip
+    [
+        ("RuntimeError: CUDA error", "lost", 1),
+        ("RuntimeError: CUDA error", None, 2),
+        (None, "asked in vain", 2),
+    ],
+)
 def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
     """Every later launch would fail: what is left goes to another process."""
     case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("layer_norm"))
@@ -395,8 +399,11 @@ def test_configs_that_ran_before_the_budgets_end_are_kept(monkeypatch, tmp_path)
     """All that a job had said was thrown away, and the next run began at its first config."""
     case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
     line = {"table": "rms_norm_fwd", "config": 0}
-    lines = [{**line, "tried": True}, {**line, "tried": False, "share": 0.5, "fault": None},
-             {**line, "config": 1, "tried": True}]  # fmt: skip
+    lines = [
+        {**line, "tried": True},
+        {**line, "tried": False, "share": 0.5, "fault": None},
+        {**line, "config": 1, "tried": True},
+    ]
 
     def run(given, *_, **__):
         return (Outcome(job, lines, None, is_cut=True) for job in given)

@@ -112,9 +112,11 @@ def _pretrained(source: str, model: nn.Module) -> dict[str, Tensor]:
     own: Any = model
     with refusing(f"--weights {source} cannot be read", Exception):  # of its readers and checks
         return library.AutoModelForImageClassification.from_pretrained(
-            source_folder(source), num_labels=own.config.num_labels, local_files_only=True,
+            source_folder(source),
+            num_labels=own.config.num_labels,
+            local_files_only=True,
             ignore_mismatched_sizes=True,
-        ).state_dict()  # fmt: skip
+        ).state_dict()
 
 
 def load_into(model: nn.Module, source: str) -> str:

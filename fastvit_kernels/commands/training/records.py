@@ -157,9 +157,10 @@ def _files(folder: Path, classes: list[str]) -> Records:
     labels: list[int] = []
     for label, name in enumerate(classes):
         found = sorted(
-            p for p in (folder / name).rglob("*")
+            p
+            for p in (folder / name).rglob("*")
             if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".") and p.is_file()
-        )  # fmt: skip
+        )
         places += [(path, "", 0, path.stat().st_size) for path in found]
         labels += [label] * len(found)
     return Records(places, labels)
@@ -258,9 +259,12 @@ def from_datasets(folder: Path) -> Source:
 
 
 SOURCES = {
-    "digits": from_digits, "mnist": from_idx, "folder": from_folder, "webdataset": from_shards,
+    "digits": from_digits,
+    "mnist": from_idx,
+    "folder": from_folder,
+    "webdataset": from_shards,
     "hf": from_datasets,
-}  # fmt: skip
+}
 
 
 def find(settings: Settings) -> Found:

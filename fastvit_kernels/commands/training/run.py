@@ -129,9 +129,12 @@ class Run:
     """One training run: its settings, data, learners and history, and how they are saved."""
 
     def __init__(
-        self, source: Source, folder: Path, processes: Processes | None = None,
+        self,
+        source: Source,
+        folder: Path,
+        processes: Processes | None = None,
         say: Callable[[str], None] | None = None,
-    ):  # fmt: skip
+    ):
         """say: where a new run tells what it loads of --weights; None for one that is resumed."""
         self.source, self.folder, self.processes = source, folder, processes or Processes()
         self.settings, self.device, self.classes = source.settings, source.device, source.classes

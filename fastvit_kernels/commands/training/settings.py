@@ -89,13 +89,17 @@ def add_reading(parser: Any) -> None:
     options.add(parser, "--dtype", choices=("bf16", "fp32"), dest="precision", help=precision)
     options.add(parser, "--img-size", "--device")
     parser.add_argument(
-        "--workers", type=within(int, 0, MOST_PROCESSES), metavar="N",
+        "--workers",
+        type=within(int, 0, MOST_PROCESSES),
+        metavar="N",
         help="processes that read streamed images, 0 for none (default: cores less one, 8 at most)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--on-error", choices=("stop", "skip"), default="stop",
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
         help="at a streamed image that cannot be read (default stop); both name it",
-    )  # fmt: skip
+    )
 
 
 def add_flags(parser: Any, names: set[str]) -> None:
@@ -115,10 +119,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         model="vit_mnist", in_chans=1, epochs=20, batch_size=256, lr=2e-3, warmup_epochs=2
     ),
     "folder": dict(
-        model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch_size=256, lr=1e-3,
-        warmup_epochs=5, in_memory=False,
+        model="vit_tiny_patch16_224",
+        in_chans=3,
+        epochs=100,
+        batch_size=256,
+        lr=1e-3,
+        warmup_epochs=5,
+        in_memory=False,
     ),
-}  # fmt: skip
+}
 DEFAULTS |= dict.fromkeys(("webdataset", "hf"), DEFAULTS["folder"])
 
 

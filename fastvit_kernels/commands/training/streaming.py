@@ -86,9 +86,14 @@ class Streamed(Batches):
     held_out_batch = 256
 
     def __init__(
-        self, found: Found, settings: Settings, device: torch.device, workers: int, skip: bool,
+        self,
+        found: Found,
+        settings: Settings,
+        device: torch.device,
+        workers: int,
+        skip: bool,
         say: Callable[[str], None],
-    ):  # fmt: skip
+    ):
         super().__init__(found, settings, device)
         self.workers, self.skip, self.say = workers, skip, say
         self.as_bytes = False  # whether the model normalizes what it reads

@@ -68,16 +68,53 @@ def _added_tile(ptr, start_q, start_kv, stride_q, stride_kv, scores, shape: tl.c
 
 @triton.jit(**ANY_BATCH)
 def _attention_bwd_bias_kernel(
-    dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-    H, T_q, T_kv, bias_heads, num_shared, shared_heads, heads_per_program,
-    stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-    stride_k_b, stride_k_t, stride_k_h, stride_v_b, stride_v_t, stride_v_h,
-    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr,
-):  # fmt: skip
+    dbias_ptr,
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    mask_ptr,
+    seed_ptr,
+    H,
+    T_q,
+    T_kv,
+    bias_heads,
+    num_shared,
+    shared_heads,
+    heads_per_program,
+    stride_do_b,
+    stride_do_t,
+    stride_do_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    mask_batch,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_q,
+    stride_mask_kv,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D0: tl.constexpr,
+    BLOCK_D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    RAGGED_KV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FENCE: tl.constexpr,
+):
     # Tiles of a bias are neighbours: they walk the same heads, which stay in L2.
     tiles_kv = tl.cdiv(T_kv, BLOCK_KV)
     tiles = tl.cdiv(T_q, BLOCK_Q) * tiles_kv
@@ -215,19 +252,30 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
     flags = problem.flags()
     del flags["IS_CAUSAL"], flags["VARLEN"]
     options = dict(
-        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-        BLOCK_Q=blocks[0], RAGGED_Q=T_q % blocks[0] != 0,
-        BLOCK_KV=blocks[1], RAGGED_KV=T_kv % blocks[1] != 0,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+        BLOCK_D0=block_d0,
+        BLOCK_D1=block_d1,
+        BLOCK_Q=blocks[0],
+        RAGGED_Q=T_q % blocks[0] != 0,
+        BLOCK_KV=blocks[1],
+        RAGGED_KV=T_kv % blocks[1] != 0,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
     sizes = H, T_q, T_kv, heads, shared, H // heads, each
     return BiasLaunch((tiles * parts,), parts, sizes, options | flags)
 
 
 def launch_bias_grad(
-    dbias: Tensor, dout: Tensor, qkv: tuple[Tensor, ...], lse: Tensor, delta: Tensor,
-    bias: Tensor, seed: Tensor | None, scale: float, dropout_p: float,
-) -> None:  # fmt: skip
+    dbias: Tensor,
+    dout: Tensor,
+    qkv: tuple[Tensor, ...],
+    lse: Tensor,
+    delta: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> None:
     """Fill dbias, contiguous, of the shape of bias: (batch, H or 1, T_q or 1, T_kv).
 
     Args:
@@ -243,16 +291,34 @@ def launch_bias_grad(
         return
     layout = mask_layout(bias)
     grid, parts, sizes, options = bias_launch(
-        gpu(q.device), *bias.shape[:2], q.dtype, q.shape, k.shape[1],
-        mask_kind(layout, False, False), seed is not None, input_precision(),
-    )  # fmt: skip
+        gpu(q.device),
+        *bias.shape[:2],
+        q.dtype,
+        q.shape,
+        k.shape[1],
+        mask_kind(layout, False, False),
+        seed is not None,
+        input_precision(),
+    )
     partial = dbias
     if parts > 1:
         partial = torch.empty((parts, dbias.numel()), dtype=torch.float32, device=dbias.device)
     heads = (stride for x in (dout, q, k, v) for stride in x.stride()[:3])
     bind_launch(_attention_bwd_bias_kernel, grid, **options)(
-        partial, dout, q, k, v, padded_rows(lse), delta, bias, seed, *sizes, *heads,
-        *mask_strides(layout), scale, *dropout_arguments(dropout_p),
-    )  # fmt: skip
+        partial,
+        dout,
+        q,
+        k,
+        v,
+        padded_rows(lse),
+        delta,
+        bias,
+        seed,
+        *sizes,
+        *heads,
+        *mask_strides(layout),
+        scale,
+        *dropout_arguments(dropout_p),
+    )
     if parts > 1:
         column_sum(partial, dbias)

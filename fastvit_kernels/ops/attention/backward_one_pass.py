@@ -53,9 +53,16 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _load_part_of_queries(
-    q_rows, do_rows, out_rows, lse_ptr, start_q, T_q, FORM: tl.constexpr,
-    PART: tl.constexpr, CHECK_Q: tl.constexpr,
-):  # fmt: skip
+    q_rows,
+    do_rows,
+    out_rows,
+    lse_ptr,
+    start_q,
+    T_q,
+    FORM: tl.constexpr,
+    PART: tl.constexpr,
+    CHECK_Q: tl.constexpr,
+):
     q = load_part(q_rows, start_q, T_q, FORM.D, PART, 0, FORM.BLOCK_D0, CHECK_Q)
     do = load_part(do_rows, start_q, T_q, FORM.D, PART, 0, FORM.BLOCK_D0, CHECK_Q)
     out = load_part(out_rows, start_q, T_q, FORM.D, PART, 0, FORM.BLOCK_D0, CHECK_Q)
@@ -72,9 +79,17 @@ def _one_pass_part(dq, part, k, v, start_kv, scores, FORM: tl.constexpr, CHECK_K
     s = tl.dot(part.q, tl.trans(k), input_precision=FORM.PRECISION)
     dp = tl.dot(part.do, tl.trans(v), input_precision=FORM.PRECISION)
     p, ds = softmax_grad(
-        s, dp, part.lse[:, None], part.delta[:, None], part.start_q, start_kv, scores, FORM,
-        CHECK_KV, True,
-    )  # fmt: skip
+        s,
+        dp,
+        part.lse[:, None],
+        part.delta[:, None],
+        part.start_q,
+        start_kv,
+        scores,
+        FORM,
+        CHECK_KV,
+        True,
+    )
     ds = ds.to(k.dtype)
     dv_t = tl.dot(tl.trans(part.do), p.to(v.dtype), input_precision=FORM.PRECISION)
     dk_t = tl.dot(tl.trans(part.q), ds, input_precision=FORM.PRECISION)
@@ -84,9 +99,18 @@ def _one_pass_part(dq, part, k, v, start_kv, scores, FORM: tl.constexpr, CHECK_K
 
 @triton.jit
 def _one_pass_key_tile(
-    dq, parts, dk_rows, dv_rows, k_rows, v_rows, start_kv, scores, FORM: tl.constexpr,
-    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
-):  # fmt: skip
+    dq,
+    parts,
+    dk_rows,
+    dv_rows,
+    k_rows,
+    v_rows,
+    start_kv,
+    scores,
+    FORM: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CHECK_KV: tl.constexpr,
+):
     """dk and dv of one key tile, written; dq of all parts, with what the tile adds."""
     T_kv = scores.T_kv
     BLOCK_D: tl.constexpr = FORM.BLOCK_D0
@@ -115,32 +139,85 @@ def _store_do_sums(dbias_ptr, parts, T_q, H, FORM: tl.constexpr):
     for i in tl.static_range(len(parts)):
         part = parts[i]
         store_do_sum(
-            dbias_ptr + i * 3 * H * FORM.D, part.do, part.lse, T_q - part.start_q, H,
-            FORM.D, 0, FORM.BLOCK_D0,
-        )  # fmt: skip
+            dbias_ptr + i * 3 * H * FORM.D,
+            part.do,
+            part.lse,
+            T_q - part.start_q,
+            H,
+            FORM.D,
+            0,
+            FORM.BLOCK_D0,
+        )
 
 
 @triton.jit
 def _one_pass_head(
-    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing, head, H,
-    stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dbias_ptr,
+    do,
+    q,
+    k,
+    v,
+    out_ptr,
+    lse_ptr,
+    packing,
+    head,
+    H,
+    stride_dq_t,
+    stride_dk_t,
+    scores,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
-):  # fmt: skip
+):
     """dq, dk, dv of one head, head = b * H + h, and row b of the partials of the bias gradient."""
     sample, scores = sample_of(packing, scores, head, H, FORM)
     if not FORM.VARLEN or scores.T_q > 0:
         _one_pass_sample(
-            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
-            stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
-        )  # fmt: skip
+            dq_ptr,
+            dk_ptr,
+            dv_ptr,
+            dbias_ptr,
+            do,
+            q,
+            k,
+            v,
+            out_ptr,
+            lse_ptr,
+            sample,
+            H,
+            stride_dq_t,
+            stride_dk_t,
+            scores,
+            FORM,
+            TILES,
+            HAS_DBIAS,
+        )
 
 
 @triton.jit
 def _one_pass_sample(
-    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, sample, H,
-    stride_dq_t, stride_dk_t, scores, FORM: tl.constexpr, TILES: tl.constexpr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dbias_ptr,
+    do,
+    q,
+    k,
+    v,
+    out_ptr,
+    lse_ptr,
+    sample,
+    H,
+    stride_dq_t,
+    stride_dk_t,
+    scores,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
-):  # fmt: skip
+):
     T_q, T_kv = scores.T_q, scores.T_kv
     b, h = sample.b, sample.h
     dq_rows = packed_rows(dq_ptr, stride_dq_t, sample.first_q, sample, FORM.D)
@@ -205,9 +282,18 @@ def _one_pass_sample(
         tl.assume(full_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
         for start_kv in tl.range(0, full_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             dq = _one_pass_key_tile(
-                dq, parts, dk_rows, dv_rows, k_rows, v_rows, start_kv, scores, FORM,
-                BLOCK_KV, TAIL_KV == BLOCK_KV,
-            )  # fmt: skip
+                dq,
+                parts,
+                dk_rows,
+                dv_rows,
+                k_rows,
+                v_rows,
+                start_kv,
+                scores,
+                FORM,
+                BLOCK_KV,
+                TAIL_KV == BLOCK_KV,
+            )
         if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
             dq = _one_pass_key_tile(
                 dq, parts, dk_rows, dv_rows, k_rows, v_rows, full_kv, scores, FORM, TAIL_KV, True
@@ -215,9 +301,15 @@ def _one_pass_sample(
     for i in tl.static_range(len(parts)):
         part = parts[i]
         store_part(
-            dq_rows, dq[i] * scores.scale, part.start_q, T_q, FORM.D,
-            part.q.shape[0], 0, FORM.BLOCK_D0,
-        )  # fmt: skip
+            dq_rows,
+            dq[i] * scores.scale,
+            part.start_q,
+            T_q,
+            FORM.D,
+            part.q.shape[0],
+            0,
+            FORM.BLOCK_D0,
+        )
         if HAS_DBIAS:
             sum_ptr = dbias_ptr + i * 3 * H * FORM.D
             store_dq_sum(sum_ptr, dq[i], scores.scale, H, FORM.D, 0, FORM.BLOCK_D0)
@@ -225,18 +317,58 @@ def _one_pass_sample(
 
 @triton.jit(**ANY_BATCH)
 def _attention_bwd_one_pass_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seed_ptr,
-    cu_seqlens_ptr, num_heads, H, T_q, T_kv, total, stride_rows_h, stride_dq_t, stride_dk_t,
-    stride_do_b, stride_do_t, stride_do_h,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-    stride_v_b, stride_v_t, stride_v_h,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    ONE_KV: tl.constexpr, PART0: tl.constexpr, PART1: tl.constexpr, PART2: tl.constexpr,
-    RAGGED_Q: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dbias_ptr,
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    seed_ptr,
+    cu_seqlens_ptr,
+    num_heads,
+    H,
+    T_q,
+    T_kv,
+    total,
+    stride_rows_h,
+    stride_dq_t,
+    stride_dk_t,
+    stride_do_b,
+    stride_do_t,
+    stride_do_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TAIL_KV: tl.constexpr,
+    ONE_KV: tl.constexpr,
+    PART0: tl.constexpr,
+    PART1: tl.constexpr,
+    PART2: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FENCE: tl.constexpr,
+    VARLEN: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
-):  # fmt: skip
+):
     do = Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h)
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
     k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
@@ -254,15 +386,48 @@ def _attention_bwd_one_pass_kernel(
     first = tl.program_id(0) * HEADS
     if HEADS == 1:
         _one_pass_head(
-            dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
-            first, H, stride_dq_t, stride_dk_t, scores, FORM, TILES, HAS_DBIAS,
-        )  # fmt: skip
+            dq_ptr,
+            dk_ptr,
+            dv_ptr,
+            dbias_ptr,
+            do,
+            q,
+            k,
+            v,
+            out_ptr,
+            lse_ptr,
+            packing,
+            first,
+            H,
+            stride_dq_t,
+            stride_dk_t,
+            scores,
+            FORM,
+            TILES,
+            HAS_DBIAS,
+        )
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
         for head in tl.range(first, last, disable_licm=keeps_invariants()):
             _one_pass_head(
-                dq_ptr, dk_ptr, dv_ptr, dbias_ptr, do, q, k, v, out_ptr, lse_ptr, packing,
-                tl.cast(head, tl.int32), H, stride_dq_t, stride_dk_t, scores, FORM, TILES,
+                dq_ptr,
+                dk_ptr,
+                dv_ptr,
+                dbias_ptr,
+                do,
+                q,
+                k,
+                v,
+                out_ptr,
+                lse_ptr,
+                packing,
+                tl.cast(head, tl.int32),
+                H,
+                stride_dq_t,
+                stride_dk_t,
+                scores,
+                FORM,
+                TILES,
                 HAS_DBIAS,
-            )  # fmt: skip
+            )

@@ -125,9 +125,22 @@ def _store_grad(acc, dqkv, head, H, tile, scale_log2, buffer, GROUP_OF: gl.const
 
 @gluon.jit
 def _key_tile(
-    dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, turn, scale_log2,
-    TILES: gl.constexpr, GROUP_OF: gl.constexpr, CHECK: gl.constexpr, FIRST_KEYS: gl.constexpr,
-):  # fmt: skip
+    dq0,
+    dq1,
+    rows,
+    dqkv,
+    tiles,
+    barriers,
+    tile,
+    head,
+    H,
+    turn,
+    scale_log2,
+    TILES: gl.constexpr,
+    GROUP_OF: gl.constexpr,
+    CHECK: gl.constexpr,
+    FIRST_KEYS: gl.constexpr,
+):
     """What a tile of keys adds to dq, and dv or dk of the tile before."""
     q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, buffers = tiles
     _, _, kv_full, kv_empty, made, used = barriers
@@ -192,9 +205,17 @@ def _store_sums(sums, partial_ptr, head, H, none, axis: gl.constexpr, GROUP_OF: 
 
 @gluon.jit
 def _grads(
-    dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES: gl.constexpr,
-    CHECK: gl.constexpr, GROUP_OF: gl.constexpr,
-):  # fmt: skip
+    dqkv,
+    partial_ptr,
+    lse_ptr,
+    tiles,
+    barriers,
+    sizes,
+    scale_log2,
+    TILES: gl.constexpr,
+    CHECK: gl.constexpr,
+    GROUP_OF: gl.constexpr,
+):
     """The group's part of each head of the program."""
     _, do_tiles, _, _, _, ds_tiles, buffers = tiles
     q_full, q_empty, _, _, made, used = barriers
@@ -220,15 +241,41 @@ def _grads(
         dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq0, dq1 = _key_tile(
-            dq0, dq1, rows, dqkv, tiles, barriers, 0, head, H, turn, scale_log2, TILES,
-            GROUP_OF, False, True,
-        )  # fmt: skip
+            dq0,
+            dq1,
+            rows,
+            dqkv,
+            tiles,
+            barriers,
+            0,
+            head,
+            H,
+            turn,
+            scale_log2,
+            TILES,
+            GROUP_OF,
+            False,
+            True,
+        )
         turn += 1
         for tile in range(1, TILES):
             dq0, dq1 = _key_tile(
-                dq0, dq1, rows, dqkv, tiles, barriers, tile, head, H, turn, scale_log2, TILES,
-                GROUP_OF, CHECK, False,
-            )  # fmt: skip
+                dq0,
+                dq1,
+                rows,
+                dqkv,
+                tiles,
+                barriers,
+                tile,
+                head,
+                H,
+                turn,
+                scale_log2,
+                TILES,
+                GROUP_OF,
+                CHECK,
+                False,
+            )
             turn += 1
         mbarrier.wait(made.index(0), turn & 1 ^ 1)
         acc = multiply_wait(0, deps=[_by_key(tiles, turn >> 30, GROUP_OF, layout)])
@@ -247,33 +294,76 @@ def _grads(
 
 @gluon.jit(**ANY_BATCH)
 def _attention_bwd_pingpong_kernel(
-    dqkv, partial_ptr, lse_ptr, qkv, out, dout, num_heads, H, T, scale, TILES: gl.constexpr,
+    dqkv,
+    partial_ptr,
+    lse_ptr,
+    qkv,
+    out,
+    dout,
+    num_heads,
+    H,
+    T,
+    scale,
+    TILES: gl.constexpr,
     CHECK: gl.constexpr,
-):  # fmt: skip
+):
     sizes = num_heads, H, T
     tiles = (
-        _tiles(qkv, 4), _tiles(qkv, 4), _tiles(qkv, TILES), _tiles(qkv, TILES),
-        _tiles(qkv, 4), _tiles(qkv, 4), _tiles(qkv, 2),
-    )  # fmt: skip
+        _tiles(qkv, 4),
+        _tiles(qkv, 4),
+        _tiles(qkv, TILES),
+        _tiles(qkv, TILES),
+        _tiles(qkv, 4),
+        _tiles(qkv, 4),
+        _tiles(qkv, 2),
+    )
     barriers = (
-        _barriers(1, 1), _barriers(1, 2), _barriers(TILES, 1), _barriers(TILES, 2),
-        _barriers(1, 2), _barriers(1, 2),
-    )  # fmt: skip
+        _barriers(1, 1),
+        _barriers(1, 2),
+        _barriers(TILES, 1),
+        _barriers(TILES, 2),
+        _barriers(1, 2),
+        _barriers(1, 2),
+    )
     scale_log2 = scale * LOG2_E
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
-            (_grads, (
-                dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 0,
-            )),
-            (_grads, (
-                dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, TILES, CHECK, 1,
-            )),
+            (
+                _grads,
+                (
+                    dqkv,
+                    partial_ptr,
+                    lse_ptr,
+                    tiles,
+                    barriers,
+                    sizes,
+                    scale_log2,
+                    TILES,
+                    CHECK,
+                    0,
+                ),
+            ),
+            (
+                _grads,
+                (
+                    dqkv,
+                    partial_ptr,
+                    lse_ptr,
+                    tiles,
+                    barriers,
+                    sizes,
+                    scale_log2,
+                    TILES,
+                    CHECK,
+                    1,
+                ),
+            ),
             (_load, (qkv, out, dout, tiles, barriers, sizes, TILES)),
         ],
         [4, 1],
         [232, 40],  # registers, as REGISTERS: by that triton 3.9 spills here
-    )  # fmt: skip
+    )
 
 
 def bwd_pingpong(shape: tuple[int, ...], scale: float, num_sms: int) -> Callable[..., None]:
@@ -285,16 +375,27 @@ def bwd_pingpong(shape: tuple[int, ...], scale: float, num_sms: int) -> Callable
     """
     B, T, H, D = shape
     launch = bind_launch(
-        _attention_bwd_pingpong_kernel, (min(B * H, num_sms),), B * H, H, T, scale,
-        TILES=-(-T // TILE.value), CHECK=T % TILE.value > 0, num_warps=4,
-    )  # fmt: skip
+        _attention_bwd_pingpong_kernel,
+        (min(B * H, num_sms),),
+        B * H,
+        H,
+        T,
+        scale,
+        TILES=-(-T // TILE.value),
+        CHECK=T % TILE.value > 0,
+        num_warps=4,
+    )
 
     def run(
         dqkv: Tensor, dbias: Tensor | None, dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         launch(
-            heads_map(dqkv, B, T, 3 * H, D), dbias, lse, heads_map(qkv, B, T, 3 * H, D),
-            heads_map(out, B, T, H, D), heads_map(dout, B, T, H, D),
-        )  # fmt: skip
+            heads_map(dqkv, B, T, 3 * H, D),
+            dbias,
+            lse,
+            heads_map(qkv, B, T, 3 * H, D),
+            heads_map(out, B, T, H, D),
+            heads_map(dout, B, T, H, D),
+        )
 
     return run

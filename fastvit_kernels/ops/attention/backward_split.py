@@ -62,9 +62,20 @@ def _row_dot(a, b, FORM: tl.constexpr):
 
 @triton.jit
 def _dq_step(
-    dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM: tl.constexpr,
-    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
-):  # fmt: skip
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    k_rows,
+    v_rows,
+    start_kv,
+    start_q,
+    scores,
+    FORM: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CHECK_KV: tl.constexpr,
+):
     """dq / scale += ds k for the keys at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     v = load_head(v_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
@@ -79,9 +90,21 @@ def _dq_step(
 
 @triton.jit
 def _dq_query_tile(
-    dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
-    scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr,
-):  # fmt: skip
+    dq_rows,
+    delta_ptr,
+    do_rows,
+    q_rows,
+    k_rows,
+    v_rows,
+    out_rows,
+    lse_ptr,
+    start_q,
+    scores,
+    FORM: tl.constexpr,
+    WALK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    CHECK_Q: tl.constexpr,
+):
     T_q, T_kv = scores.T_q, scores.T_kv
     offs_q = start_q + tl.arange(0, BLOCK_Q)
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
@@ -98,9 +121,20 @@ def _dq_query_tile(
         for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
             start_kv, shown = next_tile(shown, WALK.BLOCK)
             dq = _dq_step(
-                dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
-                WALK.BLOCK, True,
-            )  # fmt: skip
+                dq,
+                q,
+                do,
+                lse,
+                delta,
+                k_rows,
+                v_rows,
+                start_kv,
+                start_q,
+                scores,
+                FORM,
+                WALK.BLOCK,
+                True,
+            )
     else:
         full_kv = full_tiles(T_kv, WALK.BLOCK, WALK.TAIL) * WALK.BLOCK
         end_kv = full_kv
@@ -109,32 +143,93 @@ def _dq_query_tile(
         tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
         for start_kv in tl.range(0, end_kv, WALK.BLOCK, disable_licm=keeps_invariants()):
             dq = _dq_step(
-                dq, q, do, lse, delta, k_rows, v_rows, start_kv, start_q, scores, FORM,
-                WALK.BLOCK, WALK.TAIL == WALK.BLOCK,
-            )  # fmt: skip
+                dq,
+                q,
+                do,
+                lse,
+                delta,
+                k_rows,
+                v_rows,
+                start_kv,
+                start_q,
+                scores,
+                FORM,
+                WALK.BLOCK,
+                WALK.TAIL == WALK.BLOCK,
+            )
         if WALK.TAIL > 0 and WALK.TAIL < WALK.BLOCK:
             dq = _dq_step(
-                dq, q, do, lse, delta, k_rows, v_rows, full_kv, start_q, scores, FORM,
-                WALK.TAIL, True,
-            )  # fmt: skip
+                dq,
+                q,
+                do,
+                lse,
+                delta,
+                k_rows,
+                v_rows,
+                full_kv,
+                start_q,
+                scores,
+                FORM,
+                WALK.TAIL,
+                True,
+            )
     dq = scaled_head(dq, scores.scale, FORM)
     store_head(dq_rows, dq, start_q, T_q, FORM, BLOCK_Q)
 
 
 @triton.jit(**ANY_BATCH)
 def _attention_bwd_dq_kernel(
-    dq_ptr, delta_ptr, do_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, mask_ptr, seed_ptr,
-    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dq_t,
-    stride_do_b, stride_do_t, stride_do_h,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-    stride_v_b, stride_v_t, stride_v_h,
-    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    delta_ptr,
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    mask_ptr,
+    seed_ptr,
+    cu_seqlens_ptr,
+    H,
+    T_q,
+    T_kv,
+    total,
+    stride_rows_h,
+    stride_dq_t,
+    stride_do_b,
+    stride_do_t,
+    stride_do_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    mask_batch,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_q,
+    stride_mask_kv,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D0: tl.constexpr,
+    BLOCK_D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TAIL_KV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FENCE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     tiles = tl.cdiv(T_q, BLOCK_Q)
     pid_q = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles  # b * H + h
@@ -164,16 +259,41 @@ def _attention_bwd_dq_kernel(
     start_q = pid_q * BLOCK_Q
     if not VARLEN or start_q < scores.T_q:
         _dq_query_tile(
-            dq_rows, delta_ptr, do_rows, q_rows, k_rows, v_rows, out_rows, lse_ptr, start_q,
-            scores, FORM, WALK, BLOCK_Q, RAGGED_Q,
-        )  # fmt: skip
+            dq_rows,
+            delta_ptr,
+            do_rows,
+            q_rows,
+            k_rows,
+            v_rows,
+            out_rows,
+            lse_ptr,
+            start_q,
+            scores,
+            FORM,
+            WALK,
+            BLOCK_Q,
+            RAGGED_Q,
+        )
 
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores,
-    FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK_Q: tl.constexpr, GRADS: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    do_rows,
+    q_rows,
+    lse_ptr,
+    delta_ptr,
+    start_q,
+    start_kv,
+    scores,
+    FORM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    CHECK_Q: tl.constexpr,
+    GRADS: tl.constexpr,
+):
     """dv += p^T dout and dk / scale += ds^T q for the queries at start_q, all of it (kv, q)."""
     T_q = scores.T_q
     offs_q = start_q + tl.arange(0, BLOCK_Q)
@@ -202,10 +322,22 @@ def _dkdv_step(
 
 @triton.jit
 def _dkdv_key_tile(
-    dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
-    scores, FORM: tl.constexpr, WALK: tl.constexpr, BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr,
+    dk_rows,
+    dv_rows,
+    do_rows,
+    q_rows,
+    k_rows,
+    v_rows,
+    lse_ptr,
+    delta_ptr,
+    start_kv,
+    scores,
+    FORM: tl.constexpr,
+    WALK: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CHECK_KV: tl.constexpr,
     GRADS: tl.constexpr,
-):  # fmt: skip
+):
     T_kv = scores.T_kv
     k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
     v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, CHECK_KV)
@@ -225,14 +357,40 @@ def _dkdv_key_tile(
     tl.assume(end_q > first_q)
     for start_q in tl.range(first_q, end_q, BLOCK_Q, disable_licm=keeps_invariants()):
         dk, dv = _dkdv_step(
-            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, start_q, start_kv, scores, FORM,
-            BLOCK_Q, TAIL_Q == BLOCK_Q, GRADS,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            do_rows,
+            q_rows,
+            lse_ptr,
+            delta_ptr,
+            start_q,
+            start_kv,
+            scores,
+            FORM,
+            BLOCK_Q,
+            TAIL_Q == BLOCK_Q,
+            GRADS,
+        )
     if TAIL_Q > 0 and TAIL_Q < BLOCK_Q:
         dk, dv = _dkdv_step(
-            dk, dv, k, v, do_rows, q_rows, lse_ptr, delta_ptr, full_q, start_kv, scores, FORM,
-            TAIL_Q, True, GRADS,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            do_rows,
+            q_rows,
+            lse_ptr,
+            delta_ptr,
+            full_q,
+            start_kv,
+            scores,
+            FORM,
+            TAIL_Q,
+            True,
+            GRADS,
+        )
     if FORM.MASK == "keys":
         dk, dv = kept_rows(dk, shown, FORM), kept_rows(dv, shown, FORM)
     if GRADS != "dv":
@@ -244,18 +402,58 @@ def _dkdv_key_tile(
 
 @triton.jit(**ANY_BATCH)
 def _attention_bwd_dkdv_kernel(
-    dk_ptr, dv_ptr, do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, mask_ptr, seed_ptr,
-    cu_seqlens_ptr, H, T_q, T_kv, total, stride_rows_h, stride_dk_t,
-    stride_do_b, stride_do_t, stride_do_h,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-    stride_v_b, stride_v_t, stride_v_h,
-    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_KV: tl.constexpr, RAGGED_KV: tl.constexpr, BLOCK_Q: tl.constexpr, TAIL_Q: tl.constexpr,
-    PRECISION: tl.constexpr, MASK: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr, GRADS: tl.constexpr,
-):  # fmt: skip
+    dk_ptr,
+    dv_ptr,
+    do_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    delta_ptr,
+    mask_ptr,
+    seed_ptr,
+    cu_seqlens_ptr,
+    H,
+    T_q,
+    T_kv,
+    total,
+    stride_rows_h,
+    stride_dk_t,
+    stride_do_b,
+    stride_do_t,
+    stride_do_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    mask_batch,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_q,
+    stride_mask_kv,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D0: tl.constexpr,
+    BLOCK_D1: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    RAGGED_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TAIL_Q: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FENCE: tl.constexpr,
+    VARLEN: tl.constexpr,
+    GRADS: tl.constexpr,
+):
     tiles = tl.cdiv(T_kv, BLOCK_KV)
     pid_kv = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles  # b * H + h
@@ -285,6 +483,19 @@ def _attention_bwd_dkdv_kernel(
     start_kv = pid_kv * BLOCK_KV
     if not VARLEN or start_kv < scores.T_kv:
         _dkdv_key_tile(
-            dk_rows, dv_rows, do_rows, q_rows, k_rows, v_rows, lse_ptr, delta_ptr, start_kv,
-            scores, FORM, WALK, BLOCK_KV, RAGGED_KV, GRADS,
-        )  # fmt: skip
+            dk_rows,
+            dv_rows,
+            do_rows,
+            q_rows,
+            k_rows,
+            v_rows,
+            lse_ptr,
+            delta_ptr,
+            start_kv,
+            scores,
+            FORM,
+            WALK,
+            BLOCK_KV,
+            RAGGED_KV,
+            GRADS,
+        )

@@ -567,17 +567,24 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
 
 
 FWD_TABLE = ConfigTable(
-    "attention_fwd", [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD, PINGPONG_FWD],
-    _first_of(LIBRARY_FWD, PINGPONG_FWD, own_fwd, _fwd_fits), _fwd_fits,
-)  # fmt: skip
+    "attention_fwd",
+    [*_with_prefetching(*FWD_CONFIGS), LIBRARY_FWD, PINGPONG_FWD],
+    _first_of(LIBRARY_FWD, PINGPONG_FWD, own_fwd, _fwd_fits),
+    _fwd_fits,
+)
 BWD_TABLE = ConfigTable(
-    "attention_bwd", [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD],
-    _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits), _bwd_fits, unrepeatable=[LIBRARY_BWD],
-)  # fmt: skip
+    "attention_bwd",
+    [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD],
+    _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits),
+    _bwd_fits,
+    unrepeatable=[LIBRARY_BWD],
+)
 ONE_PASS_TABLE = ConfigTable(
-    "attention_bwd_one_pass", _with_prefetching(*ONE_PASS_CONFIGS), _default_one_pass,
+    "attention_bwd_one_pass",
+    _with_prefetching(*ONE_PASS_CONFIGS),
+    _default_one_pass,
     _one_pass_fits,
-)  # fmt: skip
+)
 DQ_TABLE = ConfigTable("attention_bwd_dq", _with_prefetching(*DQ_CONFIGS), _default_dq, _split_fits)
 DKDV_TABLE = ConfigTable(
     "attention_bwd_dkdv", _with_prefetching(*DKDV_CONFIGS), _default_dkdv, _dkdv_fits

@@ -47,9 +47,20 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM: tl.constexpr,
-    BLOCK_KV: tl.constexpr, CHECK_KV: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    q,
+    k_rows,
+    v_rows,
+    start_kv,
+    start_q,
+    scores,
+    FORM: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CHECK_KV: tl.constexpr,
+    FIRST: tl.constexpr,
+):
     """One step of the online softmax: the tile of keys and values at start_kv."""
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     fence_async(scores, FORM)
@@ -79,9 +90,19 @@ def _attend(
 
 @triton.jit
 def _fwd_head(
-    out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM: tl.constexpr,
+    out_ptr,
+    lse_ptr,
+    q,
+    k,
+    v,
+    packing,
+    pid_q,
+    head,
+    H,
+    scores,
+    FORM: tl.constexpr,
     TILES: tl.constexpr,
-):  # fmt: skip
+):
     """Query tile pid_q of one head, head = b * H + h."""
     sample, scores = sample_of(packing, scores, head, H, FORM)
     if not FORM.VARLEN or pid_q * TILES.BLOCK_Q < scores.T_q:
@@ -109,18 +130,40 @@ def _fwd_tile(
     CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
     if TILES.ONE_KV:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_rows, v_rows, 0, start_q, scores, FORM,
-            BLOCK_KV, CHECK_KV, True,
-        )  # fmt: skip
+            acc,
+            row_max,
+            row_sum,
+            q,
+            k_rows,
+            v_rows,
+            0,
+            start_q,
+            scores,
+            FORM,
+            BLOCK_KV,
+            CHECK_KV,
+            True,
+        )
     elif FORM.MASK == "keys":
         shown, steps = shown_tiles(scores, T_kv, BLOCK_KV)
         tl.assume(steps > 0)
         for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
             start_kv, shown = next_tile(shown, BLOCK_KV)
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
-                BLOCK_KV, CHECK_KV, False,
-            )  # fmt: skip
+                acc,
+                row_max,
+                row_sum,
+                q,
+                k_rows,
+                v_rows,
+                start_kv,
+                start_q,
+                scores,
+                FORM,
+                BLOCK_KV,
+                CHECK_KV,
+                False,
+            )
     else:
         full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
         end_kv = full_kv
@@ -129,14 +172,36 @@ def _fwd_tile(
         tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
         for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, k_rows, v_rows, start_kv, start_q, scores, FORM,
-                BLOCK_KV, CHECK_KV, False,
-            )  # fmt: skip
+                acc,
+                row_max,
+                row_sum,
+                q,
+                k_rows,
+                v_rows,
+                start_kv,
+                start_q,
+                scores,
+                FORM,
+                BLOCK_KV,
+                CHECK_KV,
+                False,
+            )
         if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
             acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q, k_rows, v_rows, full_kv, start_q, scores, FORM,
-                TAIL_KV, True, False,
-            )  # fmt: skip
+                acc,
+                row_max,
+                row_sum,
+                q,
+                k_rows,
+                v_rows,
+                full_kv,
+                start_q,
+                scores,
+                FORM,
+                TAIL_KV,
+                True,
+                False,
+            )
 
     lse = tl.where(offs_q < T_q, save_lse(row_max, row_sum, scores, FORM), float("inf"))
     tl.store(lse_ptr + offs_q, lse, mask=offs_q < padded(T_q))
@@ -151,17 +216,53 @@ def _fwd_tile(
 
 @triton.jit(**ANY_BATCH)
 def _attention_fwd_kernel(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, mask_ptr, seed_ptr, cu_seqlens_ptr,
-    num_heads, H, T_q, T_kv, total, stride_rows_h,
-    stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
-    stride_v_b, stride_v_t, stride_v_h,
-    mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv,
-    scale, threshold, keep_scale,
-    D: tl.constexpr, BLOCK_D0: tl.constexpr, BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, RAGGED_Q: tl.constexpr, BLOCK_KV: tl.constexpr, TAIL_KV: tl.constexpr,
-    ONE_KV: tl.constexpr, HEADS: tl.constexpr, PRECISION: tl.constexpr, MASK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_DROPOUT: tl.constexpr, FENCE: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    seed_ptr,
+    cu_seqlens_ptr,
+    num_heads,
+    H,
+    T_q,
+    T_kv,
+    total,
+    stride_rows_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    mask_batch,
+    stride_mask_b,
+    stride_mask_h,
+    stride_mask_q,
+    stride_mask_kv,
+    scale,
+    threshold,
+    keep_scale,
+    D: tl.constexpr,
+    BLOCK_D0: tl.constexpr,
+    BLOCK_D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TAIL_KV: tl.constexpr,
+    ONE_KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_DROPOUT: tl.constexpr,
+    FENCE: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
     q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
     k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
     v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)

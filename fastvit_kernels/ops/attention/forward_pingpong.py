@@ -119,10 +119,27 @@ def _probabilities(s, row_max, scale_log2):
 
 @gluon.jit
 def _chunk(
-    acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn, left,
-    scale_log2, GROUP_OF: gl.constexpr, CHUNK: gl.constexpr, TILES: gl.constexpr,
-    TAIL: gl.constexpr, CHECK: gl.constexpr, ALONE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    q,
+    k_tiles,
+    v_tiles,
+    k_full,
+    v_full,
+    step,
+    turns,
+    turn,
+    left,
+    scale_log2,
+    GROUP_OF: gl.constexpr,
+    CHUNK: gl.constexpr,
+    TILES: gl.constexpr,
+    TAIL: gl.constexpr,
+    CHECK: gl.constexpr,
+    ALONE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """A step of the softmax: the first TILES tiles of a chunk, of the last TAIL rows.
 
     Args:
@@ -189,10 +206,20 @@ def _chunk(
 
 @gluon.jit
 def _attend(
-    out, lse_ptr, tiles, barriers, sizes, scale_log2, CHUNK: gl.constexpr, LAST: gl.constexpr,
-    TAIL: gl.constexpr, CHECK: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr,
+    out,
+    lse_ptr,
+    tiles,
+    barriers,
+    sizes,
+    scale_log2,
+    CHUNK: gl.constexpr,
+    LAST: gl.constexpr,
+    TAIL: gl.constexpr,
+    CHECK: gl.constexpr,
+    STAGES: gl.constexpr,
+    STREAMED: gl.constexpr,
     GROUP_OF: gl.constexpr,
-):  # fmt: skip
+):
     """Every other tile of queries of the program."""
     q_tiles, k_tiles, v_tiles, out_tiles = tiles
     q_full, q_empty, k_full, v_full, empty, turns = barriers
@@ -221,19 +248,54 @@ def _attend(
         if STREAMED:
             for _ in range(0, T - CHUNK * TILE, CHUNK * TILE):
                 acc, row_max, row_sum = _chunk(
-                    acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn,
-                    0, scale_log2, GROUP_OF, CHUNK, CHUNK, TILE, False, False, STAGES,
-                )  # fmt: skip
+                    acc,
+                    row_max,
+                    row_sum,
+                    q,
+                    k_tiles,
+                    v_tiles,
+                    k_full,
+                    v_full,
+                    step,
+                    turns,
+                    turn,
+                    0,
+                    scale_log2,
+                    GROUP_OF,
+                    CHUNK,
+                    CHUNK,
+                    TILE,
+                    False,
+                    False,
+                    STAGES,
+                )
                 mbarrier.arrive(empty.index(step % STAGES), count=1)
                 step += 1
                 turn += 1
         else:
             step = tile // OWN
         acc, row_max, row_sum = _chunk(
-            acc, row_max, row_sum, q, k_tiles, v_tiles, k_full, v_full, step, turns, turn,
-            (T - 1) % TILE + 1, scale_log2, GROUP_OF, CHUNK, LAST, TAIL, CHECK, not STREAMED,
+            acc,
+            row_max,
+            row_sum,
+            q,
+            k_tiles,
+            v_tiles,
+            k_full,
+            v_full,
+            step,
+            turns,
+            turn,
+            (T - 1) % TILE + 1,
+            scale_log2,
+            GROUP_OF,
+            CHUNK,
+            LAST,
+            TAIL,
+            CHECK,
+            not STREAMED,
             STAGES,
-        )  # fmt: skip
+        )
         done = STREAMED or tile % OWN + 2 >= OWN  # the group's last tile of the item
         mbarrier.arrive(empty.index(step % STAGES), count=1, pred=done)
         step += 1
@@ -251,9 +313,7 @@ def _attend(
 def _tiles(tensor_map, COUNT: gl.constexpr):
     """Shared memory for so many tiles."""
     D: gl.constexpr = tensor_map.block_type.shape[3]
-    return gl.allocate_shared_memory(
-        tensor_map.dtype, [COUNT, 1, TILE, 1, D], tensor_map.layout
-    )  # fmt: skip
+    return gl.allocate_shared_memory(tensor_map.dtype, [COUNT, 1, TILE, 1, D], tensor_map.layout)
 
 
 @gluon.jit
@@ -266,35 +326,80 @@ def _barriers(COUNT: gl.constexpr, ARRIVE: gl.constexpr):
 
 @gluon.jit(**ANY_BATCH)
 def _attention_fwd_pingpong_kernel(
-    out, lse_ptr, qkv, num_heads, H, T, scale, CHUNK: gl.constexpr, LAST: gl.constexpr,
-    TAIL: gl.constexpr, CHECK: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr,
-):  # fmt: skip
+    out,
+    lse_ptr,
+    qkv,
+    num_heads,
+    H,
+    T,
+    scale,
+    CHUNK: gl.constexpr,
+    LAST: gl.constexpr,
+    TAIL: gl.constexpr,
+    CHECK: gl.constexpr,
+    STAGES: gl.constexpr,
+    STREAMED: gl.constexpr,
+):
     sizes = num_heads, H, T
     tiles = (
-        _tiles(qkv, QUERIES), _tiles(qkv, STAGES * CHUNK), _tiles(qkv, STAGES * CHUNK),
+        _tiles(qkv, QUERIES),
+        _tiles(qkv, STAGES * CHUNK),
+        _tiles(qkv, STAGES * CHUNK),
         _tiles(out, 2),
-    )  # fmt: skip
+    )
     barriers = (
-        _barriers(QUERIES, 1), _barriers(QUERIES, 1), _barriers(STAGES, 1), _barriers(STAGES, 1),
-        _barriers(STAGES, 2 if STREAMED or CHUNK > 1 else 1), _barriers(2, 1),
-    )  # fmt: skip
+        _barriers(QUERIES, 1),
+        _barriers(QUERIES, 1),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 1),
+        _barriers(STAGES, 2 if STREAMED or CHUNK > 1 else 1),
+        _barriers(2, 1),
+    )
     fence()  # TMA counts bytes at them
     scale_log2 = scale * LOG2_E
     gl.warp_specialize(
         [
-            (_attend, (
-                out, lse_ptr, tiles, barriers, sizes, scale_log2, CHUNK, LAST, TAIL, CHECK,
-                STAGES, STREAMED, 0,
-            )),
-            (_attend, (
-                out, lse_ptr, tiles, barriers, sizes, scale_log2, CHUNK, LAST, TAIL, CHECK,
-                STAGES, STREAMED, 1,
-            )),
+            (
+                _attend,
+                (
+                    out,
+                    lse_ptr,
+                    tiles,
+                    barriers,
+                    sizes,
+                    scale_log2,
+                    CHUNK,
+                    LAST,
+                    TAIL,
+                    CHECK,
+                    STAGES,
+                    STREAMED,
+                    0,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    out,
+                    lse_ptr,
+                    tiles,
+                    barriers,
+                    sizes,
+                    scale_log2,
+                    CHUNK,
+                    LAST,
+                    TAIL,
+                    CHECK,
+                    STAGES,
+                    STREAMED,
+                    1,
+                ),
+            ),
             (_load, (qkv, tiles, barriers, sizes, CHUNK, STAGES, STREAMED)),
         ],
         [4, 1],
         REGISTERS,
-    )  # fmt: skip
+    )
 
 
 def heads_map(x: Tensor, B: int, T: int, H: int, D: int) -> Any:
@@ -321,10 +426,20 @@ def fwd_pingpong(
     chunk = tiles if resident else 1 if crowded and D > 64 else 2
     items = B * H * (1 if resident else -(-tiles // 2))
     launch = bind_launch(
-        _attention_fwd_pingpong_kernel, (min(items, num_sms),), B * H, H, T, scale, CHUNK=chunk,
-        LAST=(tiles - 1) % chunk + 1, TAIL=tail, CHECK=rest < tail, STAGES=2,
-        STREAMED=not resident, num_warps=4,
-    )  # fmt: skip
+        _attention_fwd_pingpong_kernel,
+        (min(items, num_sms),),
+        B * H,
+        H,
+        T,
+        scale,
+        CHUNK=chunk,
+        LAST=(tiles - 1) % chunk + 1,
+        TAIL=tail,
+        CHECK=rest < tail,
+        STAGES=2,
+        STREAMED=not resident,
+        num_warps=4,
+    )
 
     def run(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
         launch(heads_map(out, B, T, H, D), lse, heads_map(qkv, B, T, 3 * H, D))

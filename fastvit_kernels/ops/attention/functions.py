@@ -49,9 +49,11 @@ from .masked import (
 
 
 def attention_ref(
-    qkv: Tensor, scale: float | None = None, dropout_p: float = 0.0,
+    qkv: Tensor,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
     attn_mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The specification of `attention`: torch's own, on the three views of qkv."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     if attn_mask is None:
@@ -82,17 +84,31 @@ def attention_fwd(
 
 @operator(fake=empty_dqkv, flops=bwd_flops)
 def attention_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    scale: float,
     dropout_p: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """dqkv (B, T, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
     if qkv.numel():
         qkv = readable(qkv)
         launch_bwd(
-            dqkv.unbind(2), readable(dout), qkv.unbind(2), out.contiguous(), lse, None, seed, scale,
-            dropout_p, False, packed=(dqkv, qkv),
-        )  # fmt: skip
+            dqkv.unbind(2),
+            readable(dout),
+            qkv.unbind(2),
+            out.contiguous(),
+            lse,
+            None,
+            seed,
+            scale,
+            dropout_p,
+            False,
+            packed=(dqkv, qkv),
+        )
     return dqkv
 
 

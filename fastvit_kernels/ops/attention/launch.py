@@ -84,9 +84,13 @@ class Problem(NamedTuple):
         # sm_100: Triton's pipeliner cannot predicate the assembly of tiles.fence_async
         fence = self.gpu.arch == "sm_90" and needs_fence(self.gpu, self.dtype, self.precision)
         return dict(
-            D=self.shape[3], PRECISION=self.precision, IS_CAUSAL=self.mask == "causal",
-            HAS_DROPOUT=self.dropout, FENCE=fence, VARLEN=self.mask == "varlen",
-        )  # fmt: skip
+            D=self.shape[3],
+            PRECISION=self.precision,
+            IS_CAUSAL=self.mask == "causal",
+            HAS_DROPOUT=self.dropout,
+            FENCE=fence,
+            VARLEN=self.mask == "varlen",
+        )
 
 
 class Launch(NamedTuple):
@@ -131,30 +135,52 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     num_warps = max(min(4, config.num_warps), config.num_warps * block_q // config.block_q)
     programs = triton.cdiv(T_q, block_q) * triton.cdiv(B * H, config.heads)
     return _launch(
-        _attention_fwd_kernel, programs, B * H, H, T_q, T_kv,
-        BLOCK_D0=block_d0, BLOCK_D1=block_d1,
-        BLOCK_Q=block_q, RAGGED_Q=problem.is_ragged(T_q, block_q),
-        BLOCK_KV=block_kv, TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
-        ONE_KV=T_kv <= block_kv, HEADS=config.heads, MASK=problem.kernel_mask(),
-        num_warps=num_warps, num_stages=config.num_stages, **problem.flags(),
-    )  # fmt: skip
+        _attention_fwd_kernel,
+        programs,
+        B * H,
+        H,
+        T_q,
+        T_kv,
+        BLOCK_D0=block_d0,
+        BLOCK_D1=block_d1,
+        BLOCK_Q=block_q,
+        RAGGED_Q=problem.is_ragged(T_q, block_q),
+        BLOCK_KV=block_kv,
+        TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
+        ONE_KV=T_kv <= block_kv,
+        HEADS=config.heads,
+        MASK=problem.kernel_mask(),
+        num_warps=num_warps,
+        num_stages=config.num_stages,
+        **problem.flags(),
+    )
 
 
 def _split_launch(
-    kernel: Any, problem: Problem, config: SplitConfig, own: str, T_own: int, T_loop: int,
+    kernel: Any,
+    problem: Problem,
+    config: SplitConfig,
+    own: str,
+    T_own: int,
+    T_loop: int,
     **grads: str,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """The launch of dq, which owns queries ("Q") and loops over keys, or of dk and dv ("KV")."""
     (B, T_q, H, D), loop = problem.shape, "KV" if own == "Q" else "Q"
     block_d0, block_d1 = split_head_dim(D)
     block_loop = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
     options = {
-        "BLOCK_D0": block_d0, "BLOCK_D1": block_d1, "MASK": problem.kernel_mask(),
-        f"BLOCK_{own}": config.own, f"RAGGED_{own}": problem.is_ragged(T_own, config.own),
+        "BLOCK_D0": block_d0,
+        "BLOCK_D1": block_d1,
+        "MASK": problem.kernel_mask(),
+        f"BLOCK_{own}": config.own,
+        f"RAGGED_{own}": problem.is_ragged(T_own, config.own),
         f"BLOCK_{loop}": block_loop,
         f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
-        "num_warps": config.num_warps, "num_stages": config.num_stages, **grads,
-    }  # fmt: skip
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        **grads,
+    }
     programs = triton.cdiv(T_own, config.own) * B * H
     return _launch(kernel, programs, H, T_q, problem.T_kv, **options, **problem.flags())
 
@@ -184,24 +210,42 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
     if not form.one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (configs.DQ_TABLE, configs.DKDV_TABLE))
         kernel = _attention_bwd_dkdv_kernel
-        return BwdLaunch(None, (
-            _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv),
-            *(_split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads)
-              for grads in (("dk", "dv") if dkdv.apart else ("dk+dv",))),
-        ))  # fmt: skip
+        return BwdLaunch(
+            None,
+            (
+                _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv),
+                *(
+                    _split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads)
+                    for grads in (("dk", "dv") if dkdv.apart else ("dk+dv",))
+                ),
+            ),
+        )
     config: OnePassConfig = configs.ONE_PASS_TABLE.choose(problem.gpu, *key)
     parts = query_parts(T_q, config.close)
     if VERSION >= (3, 9) and problem.dbias and config.block_kv > 32 and T_q > 192 and T_q % 16 == 0:
         config = config._replace(block_kv=32, tail=32)  # the larger tile spills 40 bytes
     assert parts is not None
     one_pass = _launch(
-        _attention_bwd_one_pass_kernel, triton.cdiv(B * H, config.heads), B * H, H, T_q, T_kv,
-        BLOCK_D=sum(split_head_dim(D)), BLOCK_KV=config.block_kv, ONE_KV=T_kv <= config.block_kv,
+        _attention_bwd_one_pass_kernel,
+        triton.cdiv(B * H, config.heads),
+        B * H,
+        H,
+        T_q,
+        T_kv,
+        BLOCK_D=sum(split_head_dim(D)),
+        BLOCK_KV=config.block_kv,
+        ONE_KV=T_kv <= config.block_kv,
         TAIL_KV=problem.tail(T_kv, config.block_kv, config.tail, "KV"),
-        PART0=parts[0], PART1=parts[1], PART2=parts[2],
-        RAGGED_Q=problem.is_ragged(T_q, sum(parts)), HEADS=config.heads, HAS_DBIAS=problem.dbias,
-        num_warps=config.num_warps, num_stages=config.num_stages, **problem.flags(),
-    )  # fmt: skip
+        PART0=parts[0],
+        PART1=parts[1],
+        PART2=parts[2],
+        RAGGED_Q=problem.is_ragged(T_q, sum(parts)),
+        HEADS=config.heads,
+        HAS_DBIAS=problem.dbias,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **problem.flags(),
+    )
     return BwdLaunch(one_pass, ())
 
 
@@ -316,9 +360,14 @@ def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
 
 @launch_plan
 def bwd_call(
-    gpu: Gpu, dbias: bool, dq_stride: int, dk_stride: int, *fields: Any, own: bool = False,
+    gpu: Gpu,
+    dbias: bool,
+    dq_stride: int,
+    dk_stride: int,
+    *fields: Any,
+    own: bool = False,
     of_qkv: bool = False,
-) -> BwdCall:  # fmt: skip
+) -> BwdCall:
     """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
     ours must run, whether q, k and v are packed, and contiguous, as is dout."""
     layouts = Layouts(gpu, *fields)
@@ -392,9 +441,15 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 
 def launch_fwd(
-    qkv: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float,
-    is_causal: bool, packing: Packing | None = None, packed: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Sequence[Tensor],
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+    packing: Packing | None = None,
+    packed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """out (B, T, H, D) and lse (`empty_rows`), by our kernel or by the library's.
 
     qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
@@ -427,9 +482,18 @@ def launch_fwd(
         layout = mask.dtype, mask.shape, mask.stride()
         mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
     layouts = (
-        device, q.dtype, q.shape, k.shape[1], (q.stride(), k.stride(), v.stride()), layout,
-        is_causal, False, scale, dropout_p, precision,
-    )  # fmt: skip
+        device,
+        q.dtype,
+        q.shape,
+        k.shape[1],
+        (q.stride(), k.stride(), v.stride()),
+        layout,
+        is_causal,
+        False,
+        scale,
+        dropout_p,
+        precision,
+    )
     call = fwd_call(*layouts, of_qkv=packed is not None and packed.is_contiguous())
     if call.launch is None:
         if (found := fwd_by_library(qkv, scale, is_causal)) is not None:
@@ -461,11 +525,20 @@ def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
 
 
 def launch_bwd(
-    grads: Sequence[Tensor] | None, dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor,
-    mask: Tensor | None, seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
-    dbias: Tensor | None = None, packing: Packing | None = None,
+    grads: Sequence[Tensor] | None,
+    dout: Tensor,
+    qkv: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+    dbias: Tensor | None = None,
+    packing: Packing | None = None,
     packed: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Sequence[Tensor], Tensor | None]:  # fmt: skip
+) -> tuple[Sequence[Tensor], Tensor | None]:
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
     Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
@@ -488,9 +561,20 @@ def launch_bwd(
         (shape[2] * shape[3],) * 2 if grads is None else (grads[0].stride(1), grads[1].stride(1))
     )
     layouts = (
-        gpu(q.device), dbias is not None, *steps, q.dtype, shape, T_kv, strides, mask_layout(mask),
-        is_causal, packing is not None, scale, dropout_p, torch.get_float32_matmul_precision(),
-    )  # fmt: skip
+        gpu(q.device),
+        dbias is not None,
+        *steps,
+        q.dtype,
+        shape,
+        T_kv,
+        strides,
+        mask_layout(mask),
+        is_causal,
+        packing is not None,
+        scale,
+        dropout_p,
+        torch.get_float32_matmul_precision(),
+    )
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if packed is not None and call.of_qkv and call.one_pass is not None:

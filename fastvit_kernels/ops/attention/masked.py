@@ -66,9 +66,16 @@ def _flops_bwd(dout, needs_dmask):
 
 @operator(fake=_empty_masked_bwd, flops=_flops_bwd)
 def masked_attention_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, mask: Tensor, seed: Tensor | None,
-    scale: float, dropout_p: float, needs_dmask: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    needs_dmask: bool,
+) -> tuple[Tensor, Tensor]:
     """dqkv (B, T, 3, H, D), contiguous; the mask's gradient, empty where none is needed."""
     dqkv, dmask = _empty_masked_bwd(qkv, mask, needs_dmask)
     if qkv.numel() == 0:

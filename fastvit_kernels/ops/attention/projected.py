@@ -78,9 +78,15 @@ def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple
 
 @operator(fake=_empty_attention_and_bias_bwd, flops=bwd_flops)
 def attention_and_bias_bwd(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None, scale: float,
-    dropout_p: float, bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    bias_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """dqkv (B, T, 3, H, D) contiguous, and its column sums (3 H D,) in bias_dtype."""
     dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
     if qkv.numel() == 0:
@@ -91,9 +97,19 @@ def attention_and_bias_bwd(
     if rows:
         partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
     launch_bwd(
-        dqkv.unbind(2), dout, qkv.unbind(2), out.contiguous(), lse, None, seed, scale, dropout_p,
-        False, partial, packed=(dqkv, qkv),
-    )  # fmt: skip
+        dqkv.unbind(2),
+        dout,
+        qkv.unbind(2),
+        out.contiguous(),
+        lse,
+        None,
+        seed,
+        scale,
+        dropout_p,
+        False,
+        partial,
+        packed=(dqkv, qkv),
+    )
     column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
     return dqkv, dbias
 
@@ -172,8 +188,12 @@ class QkvAttentionFunction(torch.autograd.Function):
             dqkv = attention_bwd[route](*arguments)
         dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, needs[:2])
         return (
-            dx if needs[0] else None, dweight if needs[1] else None, dbias, None, None,
-        )  # fmt: skip
+            dx if needs[0] else None,
+            dweight if needs[1] else None,
+            dbias,
+            None,
+            None,
+        )
 
 
 apply_qkv_attention = differentiable(QkvAttentionFunction)
@@ -196,9 +216,13 @@ def check_projection(
 
 @cached_dispatch
 def _decide_qkv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, scale: float | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_heads: int,
+    scale: float | None,
     dropout_p: float,
-) -> QkvAttentionSpec:  # fmt: skip
+) -> QkvAttentionSpec:
     """Check the arguments of `qkv_attention`; what runs, and how."""
     op = "qkv_attention"
     D = check_projection(op, x, weight, bias, num_heads)

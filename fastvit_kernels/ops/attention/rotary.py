@@ -71,9 +71,13 @@ def _packing(cu_seqlens: Tensor | None, max_seqlen: int) -> Packing | None:
 
 
 def _empty_fwd(
-    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, max_seqlen: int, num_heads: int,
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    num_heads: int,
     apart: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     qkv = empty_qkv(x, weight, num_heads)
     B, T, _, H, D = qkv.shape
     out = x.new_empty((B, T, H, D))
@@ -89,12 +93,27 @@ def _flops_fwd(x, weight):
 
 @operator(fake=_empty_fwd, flops=_flops_fwd)
 def rope_attention_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
-    q_norm_weight: Tensor | None, q_norm_bias: Tensor | None, k_norm_weight: Tensor | None,
-    k_norm_bias: Tensor | None, seed: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int,
-    num_heads: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float, apart: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None,
+    seed: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    num_heads: int,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: str,
+    eps: float,
+    scale: float,
+    dropout_p: float,
+    apart: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """qkv (B, T, 3, H, D), its q and k turned, or where `apart` as they came, and turned ones
     (B, T, 2, H, D); out (B, T, H, D), lse (B, H, T), or of packed sequences as `empty_rows`."""
     B, T, _ = x.shape
@@ -113,9 +132,15 @@ def rope_attention_fwd(
 
 
 def _empty_bwd(
-    qkv: Tensor, cos: Tensor, param_dtype: torch.dtype, table_dtype: torch.dtype,
-    bias_dtype: torch.dtype, needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    cos: Tensor,
+    param_dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    needs_dparams: bool,
+    needs_dtables: bool,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, _, _, H, D = qkv.shape
     dbias = qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
     sums = empty_sums(qkv, D, cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
@@ -124,13 +149,33 @@ def _empty_bwd(
 
 @operator(fake=_empty_bwd, flops=bwd_flops)
 def rope_attention_bwd(
-    dout: Tensor, qkv: Tensor, turned: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None, q_norm_bias: Tensor | None,
-    k_norm_weight: Tensor | None, k_norm_bias: Tensor | None, cu_seqlens: Tensor | None,
-    max_seqlen: int, interleaved: bool, prefix_tokens: int, norm: str, eps: float, scale: float,
-    dropout_p: float, param_dtype: torch.dtype, table_dtype: torch.dtype, bias_dtype: torch.dtype,
-    needs_dparams: bool, needs_dtables: bool, needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    qkv: Tensor,
+    turned: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    q_norm_bias: Tensor | None,
+    k_norm_weight: Tensor | None,
+    k_norm_bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: str,
+    eps: float,
+    scale: float,
+    dropout_p: float,
+    param_dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    needs_dparams: bool,
+    needs_dtables: bool,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dqkv (B, T, 3, H, D) of the projection's output; dparams and dtables as in rope; dbias
     (3 H D,) of the projection. The last three are empty where they are not needed."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
@@ -143,14 +188,29 @@ def rope_attention_bwd(
     turned_q, turned_k = readable(turned).unbind(2) if turned.numel() else (q, k)
     dq, dk, dv = dqkv.unbind(2)
     launch_bwd(
-        (dq, dk, dv), readable(dout), (turned_q, turned_k, v), out.contiguous(), lse, None, seed,
-        scale, dropout_p, False, packing=_packing(cu_seqlens, max_seqlen),
-    )  # fmt: skip
+        (dq, dk, dv),
+        readable(dout),
+        (turned_q, turned_k, v),
+        out.contiguous(),
+        lse,
+        None,
+        seed,
+        scale,
+        dropout_p,
+        False,
+        packing=_packing(cu_seqlens, max_seqlen),
+    )
     turn_back(
-        (dq, dk), (dq, dk), q, k, tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps), tuple(map(contiguous, norms)), dparams,
+        (dq, dk),
+        (dq, dk),
+        q,
+        k,
+        tables_of(cos, sin),
+        Rotation(interleaved, prefix_tokens, norm, eps),
+        tuple(map(contiguous, norms)),
+        dparams,
         dtables,
-    )  # fmt: skip
+    )
     if needs_dbias:
         column_sum(dqkv.view(-1, dbias.numel()), dbias)
     return dqkv, dparams, dtables, dbias
@@ -180,17 +240,40 @@ class RopeAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, weight, bias, cos, sin, q_weight, q_bias, k_weight, k_bias, seed, cu_seqlens,
+        ctx,
+        x,
+        weight,
+        bias,
+        cos,
+        sin,
+        q_weight,
+        q_bias,
+        k_weight,
+        k_bias,
+        seed,
+        cu_seqlens,
         spec,
-    ):  # fmt: skip
+    ):
         norms = (q_weight, q_bias, k_weight, k_bias)
         if spec.casts:
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
             bias = None if bias is None else bias.to(spec.dtype)
         qkv, turned, out, lse = rope_attention_fwd[spec.route](
-            x, weight, bias, cos, sin, *norms, seed, cu_seqlens, spec.max_seqlen,
-            spec.num_heads, *spec.rotation, spec.scale, spec.dropout_p, spec.apart,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            cos,
+            sin,
+            *norms,
+            seed,
+            cu_seqlens,
+            spec.max_seqlen,
+            spec.num_heads,
+            *spec.rotation,
+            spec.scale,
+            spec.dropout_p,
+            spec.apart,
+        )
         ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens)
         ctx.spec = spec
         return out
@@ -202,15 +285,30 @@ class RopeAttentionFunction(torch.autograd.Function):
         spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)
         dqkv, dparams, dtables, dbias = rope_attention_bwd[route](
-            dout, *saved, spec.max_seqlen, *spec.rotation, spec.scale,
-            spec.dropout_p, spec.param_dtype, spec.table_dtype, spec.bias_dtype,
-            any(needs[5:9]), any(needs[3:5]), needs[2],
-        )  # fmt: skip
+            dout,
+            *saved,
+            spec.max_seqlen,
+            *spec.rotation,
+            spec.scale,
+            spec.dropout_p,
+            spec.param_dtype,
+            spec.table_dtype,
+            spec.bias_dtype,
+            any(needs[5:9]),
+            any(needs[3:5]),
+            needs[2],
+        )
         dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, list(needs[:2]))
         return (
-            dx if needs[0] else None, dweight if needs[1] else None, dbias if needs[2] else None,
-            *parts(dtables, needs[3:5]), *parts(dparams, needs[5:9]), None, None, None,
-        )  # fmt: skip
+            dx if needs[0] else None,
+            dweight if needs[1] else None,
+            dbias if needs[2] else None,
+            *parts(dtables, needs[3:5]),
+            *parts(dparams, needs[5:9]),
+            None,
+            None,
+            None,
+        )
 
 
 apply_rope_attention = differentiable(RopeAttentionFunction)
@@ -218,12 +316,25 @@ apply_rope_attention = differentiable(RopeAttentionFunction)
 
 @cached_dispatch
 def _decide(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor,
-    q_weight: Tensor | None, q_bias: Tensor | None, k_weight: Tensor | None,
-    k_bias: Tensor | None, num_heads: int, interleaved: bool, prefix_tokens: int,
-    norm: Norm | None, eps: float, scale: float | None, dropout_p: float,
-    cu_seqlens: Tensor | None, max_seqlen: int | None,
-) -> RopeAttentionSpec:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    num_heads: int,
+    interleaved: bool,
+    prefix_tokens: int,
+    norm: Norm | None,
+    eps: float,
+    scale: float | None,
+    dropout_p: float,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> RopeAttentionSpec:
     """Check the arguments; what runs, and how."""
     op = "rope_attention"
     D = check_projection(op, x, weight, bias, num_heads)
@@ -320,6 +431,18 @@ def rope_attention(
         x, weight = x.to(spec.dtype), weight.to(spec.dtype)
         bias = None if bias is None else bias.to(spec.dtype)
     return rope_attention_fwd[spec.route](
-        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, spec.max_seqlen, num_heads,
-        *spec.rotation, spec.scale, dropout_p, spec.apart,
-    )[2]  # fmt: skip
+        x,
+        weight,
+        bias,
+        cos,
+        sin,
+        *norms,
+        seed,
+        cu_seqlens,
+        spec.max_seqlen,
+        num_heads,
+        *spec.rotation,
+        spec.scale,
+        dropout_p,
+        spec.apart,
+    )[2]

@@ -49,9 +49,15 @@ def _flops_fwd(q, k):
 
 @operator(fake=_empty_fwd, flops=_flops_fwd)
 def sdpa_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, scale: float,
-    dropout_p: float, is_causal: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor]:
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
     q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -69,17 +75,34 @@ def _flops_bwd(q, k):
 
 
 def _gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
     dmask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
     if out.numel():
         dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
         grads, delta = launch_bwd(
-            None, dout, heads, out.transpose(1, 2).contiguous(), lse, mask, seed, scale, dropout_p,
+            None,
+            dout,
+            heads,
+            out.transpose(1, 2).contiguous(),
+            lse,
+            mask,
+            seed,
+            scale,
+            dropout_p,
             is_causal,
-        )  # fmt: skip
+        )
         if dmask is not None:
             assert mask is not None and delta is not None
             launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
@@ -93,9 +116,18 @@ def _gradients(
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def sdpa_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-    seed: Tensor | None, scale: float, dropout_p: float, is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
     return _gradients(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
 
@@ -112,9 +144,17 @@ def _flops_and_mask_bwd(q, k):
 
 @operator(fake=_empty_and_mask_bwd, flops=_flops_and_mask_bwd)
 def sdpa_and_mask_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor,
-    seed: Tensor | None, scale: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor,
+    seed: Tensor | None,
+    scale: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
     dmask = mask.new_empty(mask.shape)
     arguments = dout, q, k, v, out, lse, mask, seed, scale, dropout_p, False
@@ -228,9 +268,15 @@ def _check_groups(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool,
-    scale: float | None, enable_gqa: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> None:
     """Raise on what neither the kernels nor torch can compute."""
     _check_tensors(q, k, v, mask)
     check_probability(OP, "dropout_p", dropout_p)
@@ -267,9 +313,15 @@ def _unsupported(
 
 @cached_dispatch
 def _decide(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, enable_gqa: bool,
-) -> SdpaSpec:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> SdpaSpec:
     """Check the arguments; what runs, and how."""
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)

@@ -132,9 +132,15 @@ def transposed_tile_ptrs(rows, start, BLOCK_T: tl.constexpr, BLOCK_D: tl.constex
 
 @triton.jit
 def load_part(
-    rows, start, T, D: tl.constexpr,
-    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_T: tl.constexpr,
-):  # fmt: skip
+    rows,
+    start,
+    T,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FIRST_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHECK_T: tl.constexpr,
+):
     """(BLOCK_T, BLOCK_D) at token `start`, column FIRST_D; zeros past T and D."""
     offs_t = start + tl.arange(0, BLOCK_T)
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
@@ -162,9 +168,15 @@ def load_head(rows, start, T, FORM: tl.constexpr, BLOCK_T: tl.constexpr, CHECK_T
 
 @triton.jit
 def store_part(
-    rows, x, start, T, D: tl.constexpr,
-    BLOCK_T: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    rows,
+    x,
+    start,
+    T,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    FIRST_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """The rows before T, columns before D.
 
     Rows are counted from `start`: with `load_part`'s own comparison the predicates of tiles that
@@ -184,9 +196,7 @@ def store_part(
 
 
 @triton.jit
-def store_dq_sum(
-    ptr, dq, scale, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+def store_dq_sum(ptr, dq, scale, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The parts of q and k; k's is 0, or NaN where dq is not finite."""
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
     ptrs, mask = ptr + offs_d, offs_d < D
@@ -198,7 +208,7 @@ def store_dq_sum(
 @triton.jit
 def store_do_sum(
     ptr, do, lse, num_queries, H, D: tl.constexpr, FIRST_D: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+):
     """The part of v; NaN where a query's lse is not finite, whose probabilities have no sum."""
     offs_d = FIRST_D + tl.arange(0, BLOCK_D)
     ptrs = ptr + 2 * H * D + offs_d
@@ -332,9 +342,13 @@ def _halved(start, BLOCK: tl.constexpr):
 
 @triton.jit
 def dropout_keep(
-    scores, start_row, start_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    scores,
+    start_row,
+    start_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     Q_FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """Which probabilities of a tile are kept: Philox bits of (head, query, key), drawn again in the
     backward.
 
@@ -367,9 +381,17 @@ def _joined_columns(x0, x1, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def softmax_grad(
-    s, dp, lse, delta, start_q, start_kv, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr,
+    s,
+    dp,
+    lse,
+    delta,
+    start_q,
+    start_kv,
+    scores,
+    FORM: tl.constexpr,
+    CHECK_KV: tl.constexpr,
     Q_FIRST: tl.constexpr,
-):  # fmt: skip
+):
     """p (as it met v, so after dropout) and ds = p (dp - delta), in the orientation of s."""
     ROWS: tl.constexpr = s.shape[0]
     COLUMNS: tl.constexpr = s.shape[1]

@@ -36,9 +36,12 @@ MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
 
 
 def varlen_attention_ref(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None = None,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None = None,
     dropout_p: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The specification of `varlen_attention`: `attention_ref` of each sequence alone; those in a
     row that have one length are its batch."""
     lengths = lengths_of("varlen_attention", cu_seqlens, qkv.shape[0], max_seqlen)
@@ -113,9 +116,13 @@ def _flops_fwd(qkv, max_seqlen):
 
 @operator(fake=_empty_fwd, flops=_flops_fwd)
 def varlen_attention_fwd(
-    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, scale: float,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    scale: float,
     dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
     packing = Packing(cu_seqlens.contiguous(), max_seqlen)
     heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
@@ -130,18 +137,34 @@ def _flops_bwd(dout, max_seqlen):
 
 @operator(fake=empty_dqkv, flops=_flops_bwd)
 def varlen_attention_bwd(
-    dout: Tensor, qkv: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor, seed: Tensor | None,
-    max_seqlen: int, scale: float, dropout_p: float,
-) -> Tensor:  # fmt: skip
+    dout: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor | None,
+    max_seqlen: int,
+    scale: float,
+    dropout_p: float,
+) -> Tensor:
     """dqkv (total, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         dout, heads = (readable(x, token_axis=0).unsqueeze(0) for x in (dout, qkv))
         launch_bwd(
-            dqkv.unsqueeze(0).unbind(2), dout, heads.unbind(2), out.contiguous().unsqueeze(0), lse,
-            None, seed, scale, dropout_p, False, packing=packing,
-        )  # fmt: skip
+            dqkv.unsqueeze(0).unbind(2),
+            dout,
+            heads.unbind(2),
+            out.contiguous().unsqueeze(0),
+            lse,
+            None,
+            seed,
+            scale,
+            dropout_p,
+            False,
+            packing=packing,
+        )
     return dqkv
 
 
@@ -172,8 +195,12 @@ apply_varlen_attention = differentiable(VarlenAttentionFunction)
 
 @cached_dispatch
 def _decide(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, dropout_p: float,
-) -> AttentionSpec:  # fmt: skip
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    dropout_p: float,
+) -> AttentionSpec:
     """Check the arguments; what runs, and how."""
     op = "varlen_attention"
     check_tensor(op, "qkv", qkv, ndim=4)
@@ -194,9 +221,13 @@ def _decide(
 
 
 def varlen_attention(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, scale: float | None = None,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float | None = None,
     dropout_p: float = 0.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Bidirectional softmax attention within each of several packed sequences.
 
     out[t,h] = sum_s softmax_s(scale * q[t,h].k[s,h]) v[s,h], s in the sequence of t

@@ -41,11 +41,24 @@ MIN_ROWS_PER_SPLIT = 64
 
 @triton.jit
 def finish_tile(
-    y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    z,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    offs_m,
+    offs_n,
+    M,
+    N,
+    rows_per_sample,
+    stride_residual_m,
+    keep_scale,
+    ACTIVATION: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBSET: tl.constexpr,
+):
     """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored; where SUBSET, of
     the samples that row_scale_ptr keeps."""
     mask_m, mask_n = offs_m < M, offs_n < N
@@ -68,12 +81,26 @@ def finish_tile(
 
 @triton.jit(**ANY_BATCH)
 def _epilogue_fwd_kernel(
-    y_ptr, z_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    M, N, rows_per_sample, stride_residual_m, keep_scale,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SUBSET: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    z_ptr,
+    bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    M,
+    N,
+    rows_per_sample,
+    stride_residual_m,
+    keep_scale,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBSET: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
@@ -82,20 +109,53 @@ def _epilogue_fwd_kernel(
     if HAS_BIAS:
         z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     finish_tile(
-        y_ptr, z, layer_scale_ptr, row_scale_ptr, residual_ptr,
-        offs_m, offs_n, M, N, rows_per_sample, stride_residual_m, keep_scale,
-        ACTIVATION, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, SUBSET,
-    )  # fmt: skip
+        y_ptr,
+        z,
+        layer_scale_ptr,
+        row_scale_ptr,
+        residual_ptr,
+        offs_m,
+        offs_n,
+        M,
+        N,
+        rows_per_sample,
+        stride_residual_m,
+        keep_scale,
+        ACTIVATION,
+        HAS_LAYER_SCALE,
+        HAS_ROW_SCALE,
+        HAS_RESIDUAL,
+        SUBSET,
+    )
 
 
 @triton.jit(**ANY_BATCH)
 def _epilogue_bwd_kernel(
-    dz_ptr, act_ptr, partial_ptr, dy_ptr, z_ptr, layer_scale_ptr, row_scale_ptr,
-    M, N, width, rows_per_split, rows_per_sample, stride_dy_m, stride_dy_n, keep_scale,
-    ACTIVATION: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    SUBSET: tl.constexpr, WRITE_ACT: tl.constexpr, SUM_DZ: tl.constexpr,
-    SUM_DLAYER_SCALE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dz_ptr,
+    act_ptr,
+    partial_ptr,
+    dy_ptr,
+    z_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    M,
+    N,
+    width,
+    rows_per_split,
+    rows_per_sample,
+    stride_dy_m,
+    stride_dy_n,
+    keep_scale,
+    ACTIVATION: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    SUBSET: tl.constexpr,
+    WRITE_ACT: tl.constexpr,
+    SUM_DZ: tl.constexpr,
+    SUM_DLAYER_SCALE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     # Program (n, s) walks the rows of split s; partial[s] = [sum dz (N)] [sum d * act(z) (N)].
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -142,11 +202,25 @@ def _epilogue_bwd_kernel(
 
 @triton.jit
 def _weight_bwd_kernel(
-    dweight_ptr, dbias_ptr, dlayer_scale_ptr, gram_ptr, g_ptr, weight_ptr, bias_ptr,
-    layer_scale_ptr, N, K, stride_weight_n, stride_weight_k,
-    NEEDS_DWEIGHT: tl.constexpr, NEEDS_DBIAS: tl.constexpr, NEEDS_DLAYER_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    dweight_ptr,
+    dbias_ptr,
+    dlayer_scale_ptr,
+    gram_ptr,
+    g_ptr,
+    weight_ptr,
+    bias_ptr,
+    layer_scale_ptr,
+    N,
+    K,
+    stride_weight_n,
+    stride_weight_k,
+    NEEDS_DWEIGHT: tl.constexpr,
+    NEEDS_DBIAS: tl.constexpr,
+    NEEDS_DLAYER_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     # dW = layer_scale G,   db = layer_scale g,   dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
@@ -211,24 +285,34 @@ def _flags(
     has_layer_scale: bool, has_row_scale: bool, has_residual: bool, some: bool
 ) -> dict[str, bool]:
     return dict(
-        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some,
-        HAS_RESIDUAL=has_residual, SUBSET=some,
-    )  # fmt: skip
+        HAS_LAYER_SCALE=has_layer_scale,
+        HAS_ROW_SCALE=has_row_scale and not some,
+        HAS_RESIDUAL=has_residual,
+        SUBSET=some,
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def _fwd_launch(M: int, N: int, activation: str, has_bias: bool, *flags: bool) -> Any:
     return bind_launch(
-        _epilogue_fwd_kernel, (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
-        ACTIVATION=activation, HAS_BIAS=has_bias, **_flags(*flags), **_FWD_TILE,
-    )  # fmt: skip
+        _epilogue_fwd_kernel,
+        (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
+        ACTIVATION=activation,
+        HAS_BIAS=has_bias,
+        **_flags(*flags),
+        **_FWD_TILE,
+    )
 
 
 def apply_epilogue(
-    y: Tensor, z: Tensor, activation: str,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None,
-    residual: Tensor | None = None, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    y: Tensor,
+    z: Tensor,
+    activation: str,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Write residual + row_scale * layer_scale * act(z + bias) into y; y, z (..., N) contiguous.
 
     Where row_scale keeps some samples, z has their rows, and those of others are copied.
@@ -244,9 +328,11 @@ def apply_epilogue(
 
 
 def copy_dropped(
-    y: Tensor, pointers: tuple[Tensor | None, ...], sizes: tuple[int, int, float],
+    y: Tensor,
+    pointers: tuple[Tensor | None, ...],
+    sizes: tuple[int, int, float],
     flags: dict[str, bool],
-) -> None:  # fmt: skip
+) -> None:
     """The rows of y that a kernel leaves out whose epilogue had these arguments."""
     if flags["SUBSET"]:
         _, samples, residual = pointers
@@ -263,29 +349,52 @@ class _BwdPlan(NamedTuple):
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, M: int, N: int, activation: str, has_layer_scale: bool, has_row_scale: bool,
-    some: bool, write_act: bool, sum_dz: bool, sum_dlayer_scale: bool,
-) -> _BwdPlan:  # fmt: skip
+    gpu: Gpu,
+    M: int,
+    N: int,
+    activation: str,
+    has_layer_scale: bool,
+    has_row_scale: bool,
+    some: bool,
+    write_act: bool,
+    sum_dz: bool,
+    sum_dlayer_scale: bool,
+) -> _BwdPlan:
     column_blocks = triton.cdiv(N, BLOCK_N)
     wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
     splits = min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT))
     rows_per_split = triton.cdiv(M, splits)
     splits = triton.cdiv(M, rows_per_split)
     launch = bind_launch(
-        _epilogue_bwd_kernel, (column_blocks, splits), ACTIVATION=activation,
-        HAS_LAYER_SCALE=has_layer_scale, HAS_ROW_SCALE=has_row_scale and not some, SUBSET=some,
-        WRITE_ACT=write_act, SUM_DZ=sum_dz, SUM_DLAYER_SCALE=sum_dlayer_scale, **_BWD_TILE,
-    )  # fmt: skip
+        _epilogue_bwd_kernel,
+        (column_blocks, splits),
+        ACTIVATION=activation,
+        HAS_LAYER_SCALE=has_layer_scale,
+        HAS_ROW_SCALE=has_row_scale and not some,
+        SUBSET=some,
+        WRITE_ACT=write_act,
+        SUM_DZ=sum_dz,
+        SUM_DLAYER_SCALE=sum_dlayer_scale,
+        **_BWD_TILE,
+    )
     sums = sum_dz + sum_dlayer_scale
     return _BwdPlan(launch, rows_per_split, layout((M, N)), layout((splits, N * sums)))
 
 
 def backward_epilogue(
-    dy: Tensor, z: Tensor | None, activation: str, dtype: torch.dtype,
-    layer_scale: Tensor | None = None, row_scale: Tensor | None = None, *,
-    act: Tensor | None = None, sum_dz: bool = False, sum_dlayer_scale: bool = False, batch: int = 0,
+    dy: Tensor,
+    z: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    *,
+    act: Tensor | None = None,
+    sum_dz: bool = False,
+    sum_dlayer_scale: bool = False,
+    batch: int = 0,
     dz: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """The pass over (M, N) that leads from dy to dz.
 
     Args:
@@ -309,16 +418,36 @@ def backward_epilogue(
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
-        gpu(device), M, N, activation, layer_scale is not None, row_scale is not None, some,
-        act is not None, sum_dz, sum_dlayer_scale,
-    )  # fmt: skip
+        gpu(device),
+        M,
+        N,
+        activation,
+        layer_scale is not None,
+        row_scale is not None,
+        some,
+        act is not None,
+        sum_dz,
+        sum_dlayer_scale,
+    )
     if dz is None:
         dz = empty_strided(*dz_layout, dtype=dtype, device=device)
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     launch(
-        dz, act, partial, dy, z, contiguous(layer_scale), contiguous(row_scale),
-        M, N, partial.shape[1], rows_per_split, rows_per_sample, *dy.stride(), keep_scale,
-    )  # fmt: skip
+        dz,
+        act,
+        partial,
+        dy,
+        z,
+        contiguous(layer_scale),
+        contiguous(row_scale),
+        M,
+        N,
+        partial.shape[1],
+        rows_per_split,
+        rows_per_sample,
+        *dy.stride(),
+        keep_scale,
+    )
     return dz, partial
 
 
@@ -371,16 +500,29 @@ def _weight_launch(
     N: int, needs_dweight: bool, needs_dbias: bool, needs_dlayer_scale: bool, has_bias: bool
 ) -> Any:
     return bind_launch(
-        _weight_bwd_kernel, (triton.cdiv(N, WEIGHT_BLOCK_N),), NEEDS_DWEIGHT=needs_dweight,
-        NEEDS_DBIAS=needs_dbias, NEEDS_DLAYER_SCALE=needs_dlayer_scale, HAS_BIAS=has_bias,
-        BLOCK_N=WEIGHT_BLOCK_N, BLOCK_K=WEIGHT_BLOCK_K, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        _weight_bwd_kernel,
+        (triton.cdiv(N, WEIGHT_BLOCK_N),),
+        NEEDS_DWEIGHT=needs_dweight,
+        NEEDS_DBIAS=needs_dbias,
+        NEEDS_DLAYER_SCALE=needs_dlayer_scale,
+        HAS_BIAS=has_bias,
+        BLOCK_N=WEIGHT_BLOCK_N,
+        BLOCK_K=WEIGHT_BLOCK_K,
+        num_warps=NUM_WARPS,
+    )
 
 
 def weight_gradients(
-    d: Tensor, sums: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    layer_scale: Tensor | None, dweight: Tensor, dbias: Tensor, dlayer_scale: Tensor,
-) -> None:  # fmt: skip
+    d: Tensor,
+    sums: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    dweight: Tensor,
+    dbias: Tensor,
+    dlayer_scale: Tensor,
+) -> None:
     """Gradients of y = layer_scale * (x W^T + b) from d, written into those that are not empty.
 
     Args:
@@ -408,6 +550,15 @@ def weight_gradients(
     strides = (0, 0) if weight is None else weight.stride()
     launch = _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, has_bias)
     launch(
-        dweight, dbias, dlayer_scale, gram, g, weight, contiguous(bias), contiguous(layer_scale),
-        N, K, *strides,
-    )  # fmt: skip
+        dweight,
+        dbias,
+        dlayer_scale,
+        gram,
+        g,
+        weight,
+        contiguous(bias),
+        contiguous(layer_scale),
+        N,
+        K,
+        *strides,
+    )

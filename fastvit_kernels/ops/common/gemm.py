@@ -137,13 +137,22 @@ def _tile_plan(
     tma = config.descriptors
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     options = dict(
-        PERSISTENT=persistent, DESCRIPTORS=tma, B_K_LAST=tma and b_k_last,
-        FLATTEN=config.flatten, SUBTILES=config.subtiles,
-        EVEN_N=N % config.block_n == 0, EVEN_K=tma or K % config.block_k == 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=GROUP_M,
-        INPUT_PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages,
+        PERSISTENT=persistent,
+        DESCRIPTORS=tma,
+        B_K_LAST=tma and b_k_last,
+        FLATTEN=config.flatten,
+        SUBTILES=config.subtiles,
+        EVEN_N=N % config.block_n == 0,
+        EVEN_K=tma or K % config.block_k == 0,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=GROUP_M,
+        INPUT_PRECISION=precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **limit,
-    )  # fmt: skip
+    )
     return TilePlan(config, programs, options, {})
 
 
@@ -205,9 +214,7 @@ def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> N
 
 
 @triton.jit
-def grouped_tile(
-    tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
-):  # fmt: skip
+def grouped_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """(pid_m, pid_n) of a tile; GROUP_M row blocks are walked column by column."""
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first_m = tile // (GROUP_M * num_n) * GROUP_M
@@ -218,10 +225,20 @@ def grouped_tile(
 
 @triton.jit
 def tile_operands(
-    a_ptr, b_ptr, M, N, K, stride_a_m, stride_b_k, stride_b_n,
-    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    b_ptr,
+    M,
+    N,
+    K,
+    stride_a_m,
+    stride_b_k,
+    stride_b_n,
+    DESCRIPTORS: tl.constexpr,
+    B_K_LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """a and b as tile_product reads them: TMA descriptors, or the pointers as they are."""
     if DESCRIPTORS:
         a = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_a_m, 1], [BLOCK_M, BLOCK_K])
@@ -236,11 +253,26 @@ def tile_operands(
 
 @triton.jit
 def tile_product(
-    a, b, pid_m, pid_n, M, N, K, stride_a_m, stride_a_k, stride_b_k, stride_b_n,
-    DESCRIPTORS: tl.constexpr, B_K_LAST: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    pid_m,
+    pid_n,
+    M,
+    N,
+    K,
+    stride_a_m,
+    stride_a_k,
+    stride_b_k,
+    stride_b_n,
+    DESCRIPTORS: tl.constexpr,
+    B_K_LAST: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """(BLOCK_M, BLOCK_N) fp32 tile (pid_m, pid_n) of a b, from tile_operands.
 
     Rows past M repeat the last one, or are 0: the caller masks them where it stores or sums.

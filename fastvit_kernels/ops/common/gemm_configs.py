@@ -62,18 +62,30 @@ TMA_TILE = TILE._replace(descriptors=True, subtiles=4)
 TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
 TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128)
 TMA_SMALL = SMALL._replace(descriptors=True)
-WIDE_TMA = GemmConfig(
-    "triton", 128, 256, 64, 8, 4, programs_per_sm=1, subtiles=4, descriptors=True
-)  # fmt: skip
+WIDE_TMA = GemmConfig("triton", 128, 256, 64, 8, 4, programs_per_sm=1, subtiles=4, descriptors=True)
 # Warps with roles: products, and beside them what becomes of the tile before (gemm_in_roles.py).
 IN_ROLES = GemmConfig("gluon", 128, 256, 32, 4, 6, programs_per_sm=1, descriptors=True)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 
 SHARED_BY_BOTH = (
-    LIBRARY, TILE, NARROW, SMALL, PERSISTENT, FLAT, TILE_64K, TILE_FP32, SMALL_FP32,
-    TMA_TILE, TMA_NARROW, TMA_SMALL, WIDE_TMA, IN_ROLES, TMA_FP32, TMA_SMALL_FP32,
-)  # fmt: skip
+    LIBRARY,
+    TILE,
+    NARROW,
+    SMALL,
+    PERSISTENT,
+    FLAT,
+    TILE_64K,
+    TILE_FP32,
+    SMALL_FP32,
+    TMA_TILE,
+    TMA_NARROW,
+    TMA_SMALL,
+    WIDE_TMA,
+    IN_ROLES,
+    TMA_FP32,
+    TMA_SMALL_FP32,
+)
 # Here tiles come by TMA or the product is the library's. Tensor cores read shared memory through
 # the async proxy, cp.async writes it through the generic one, and before 3.7.1 triton puts no
 # fence between the two (triton #9610, #10537). TMA writes through the async proxy.

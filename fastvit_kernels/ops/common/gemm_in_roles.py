@@ -73,9 +73,17 @@ def _stage(
         halves = column_halves(acc, acc.shape[0], acc.shape[1])
         for i in gl.static_range(2):
             _stage(
-                halves[i], bias_ptr, column + i * (PARTS // 2) * COLUMNS, N, sums, staged, free,
-                phase, FIRST + i * (PARTS // 2), PARTS // 2,
-            )  # fmt: skip
+                halves[i],
+                bias_ptr,
+                column + i * (PARTS // 2) * COLUMNS,
+                N,
+                sums,
+                staged,
+                free,
+                phase,
+                FIRST + i * (PARTS // 2),
+                PARTS // 2,
+            )
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
@@ -90,9 +98,14 @@ def _stage(
 
 @gluon.jit
 def _multiply(
-    bias_ptr, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr,
+    bias_ptr,
+    tiles,
+    barriers,
+    sizes,
+    B_K_LAST: gl.constexpr,
+    STAGES: gl.constexpr,
     GROUP_OF: gl.constexpr,
-):  # fmt: skip
+):
     """The products of the group's rows of each tile."""
     x_tiles, weight_tiles, sums, _ = tiles
     full, empty, staged, free, _, _ = barriers
@@ -251,10 +264,25 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit(**ANY_BATCH)
 def _gemm_in_roles_kernel(
-    out_ptr, other_ptr, partial_ptr, x, weight, more, bias_ptr, layer_scale_ptr, row_scale_ptr,
-    M, N, K, stride_more, rows_per_sample,
-    B_K_LAST: gl.constexpr, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    other_ptr,
+    partial_ptr,
+    x,
+    weight,
+    more,
+    bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    M,
+    N,
+    K,
+    stride_more,
+    rows_per_sample,
+    B_K_LAST: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     sizes = M, N, K
     strides = stride_more, rows_per_sample
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
@@ -281,14 +309,26 @@ def _gemm_in_roles_kernel(
         ],
         [4, 4, 1, 1],
         REGISTERS,
-    )  # fmt: skip
+    )
 
 
 def launch_in_roles(
-    plan: TilePlan, out: Tensor, other: Tensor | None, partial: Tensor | None, a: Tensor, b: Tensor,
-    more: Tensor | None, bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-    stride_more: int, rows_per_sample: int, activation: str, *, hidden: bool,
-) -> None:  # fmt: skip
+    plan: TilePlan,
+    out: Tensor,
+    other: Tensor | None,
+    partial: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    more: Tensor | None,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    stride_more: int,
+    rows_per_sample: int,
+    activation: str,
+    *,
+    hidden: bool,
+) -> None:
     """Launch the kernel as planned, on the current device.
 
     Args:
@@ -303,19 +343,35 @@ def launch_in_roles(
     launch = plan.launches.get((activation, hidden))
     if launch is None:
         launch = plan.launches[activation, hidden] = bind_launch(
-            _gemm_in_roles_kernel, (plan.programs,), B_K_LAST=k_last, ACTIVATION=activation,
-            HIDDEN=hidden, STAGES=options["num_stages"], num_warps=4,
-        )  # fmt: skip
+            _gemm_in_roles_kernel,
+            (plan.programs,),
+            B_K_LAST=k_last,
+            ACTIVATION=activation,
+            HIDDEN=hidden,
+            STAGES=options["num_stages"],
+            num_warps=4,
+        )
     block_k, block_n = options["BLOCK_K"], options["BLOCK_N"]
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
     if hidden:
         assert more is not None
         more = tensor_map(more, (M, N), (stride_more, 1), (ROWS.value, COLUMNS.value))
     launch(
-        out, other, partial, tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
-        tensor_map(b, rows, (max(b.stride()), 1), block), more, bias, layer_scale, row_scale,
-        M, N, K, stride_more, rows_per_sample,
-    )  # fmt: skip
+        out,
+        other,
+        partial,
+        tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
+        tensor_map(b, rows, (max(b.stride()), 1), block),
+        more,
+        bias,
+        layer_scale,
+        row_scale,
+        M,
+        N,
+        K,
+        stride_more,
+        rows_per_sample,
+    )
 
 
 __all__ = ["FINISHERS", "launch_in_roles"]

@@ -41,10 +41,17 @@ class Reads(NamedTuple):
 
 
 def reads_of(
-    dtype: torch.dtype, out_dtype: torch.dtype, bias: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, *, x: Tensor, needs_d: bool, needs_dbias: bool,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    *,
+    x: Tensor,
+    needs_d: bool,
+    needs_dbias: bool,
     needs_dlayer_scale: bool,
-) -> Reads | None:  # fmt: skip
+) -> Reads | None:
     """What the backward of a layer of x, that computes in dtype and writes out_dtype, can take."""
     needs_g = bias is not None and (needs_dbias or needs_dlayer_scale)
     d_dtype = dtype if dtype != out_dtype or row_scale is not None else None
@@ -104,10 +111,13 @@ def stash(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
     d_dtype, g_dtype = reader.reads
     reader.stashed = Stashed(
-        gradient, version(gradient), _stream(gradient), graph_task(),
+        gradient,
+        version(gradient),
+        _stream(gradient),
+        graph_task(),
         gradient if d_dtype is None else d,
         None if g_dtype is None else as_dtype(sums[-1], g_dtype),
-    )  # fmt: skip
+    )
 
 
 def pop(
@@ -129,9 +139,14 @@ def pop(
 
 
 def layer_gradients(
-    ctx: Any, dy: Tensor, operator: Operator, options: tuple[Any, ...], *, bias: int,
+    ctx: Any,
+    dy: Tensor,
+    operator: Operator,
+    options: tuple[Any, ...],
+    *,
+    bias: int,
     layer_scale: int,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """The backward of a layer that ends in residual + row_scale * layer_scale * (... + bias).
 
     Its inputs are those of its products, then residual, layer_scale, row_scale and the spec,

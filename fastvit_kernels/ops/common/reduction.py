@@ -28,9 +28,15 @@ ONE_STAGE_ROWS = 2560  # 8 programs on each of up to 320 multiprocessors
 
 @triton.jit(**ANY_BATCH)
 def _column_sum_kernel(
-    out_ptr, x_ptr, num_rows, N, rows_per_split, stride_x_row,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    num_rows,
+    N,
+    rows_per_split,
+    stride_x_row,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = offs_n < N
     first = tl.program_id(1).to(tl.int64) * rows_per_split

@@ -69,9 +69,15 @@ def _pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
 
 @triton.jit
 def _load_pairs(
-    row_ptrs, mask_row, other, WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    row_ptrs,
+    mask_row,
+    other,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """a and b (rows, BLOCK_P) in fp32; `other` in masked rows and in pairs past WIDTH."""
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_P)
@@ -88,9 +94,15 @@ def _load_pairs(
 
 @triton.jit
 def _store_pairs(
-    row_ptrs, a, b, mask_row, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    row_ptrs,
+    a,
+    b,
+    mask_row,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):  # fmt: skip
+):
     element = row_ptrs.dtype.element_ty
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_P)
@@ -163,9 +175,17 @@ def _offsets(places, strides):
 
 @triton.jit
 def _tables(
-    cos_ptr, sin_ptr, places, mask_row, prefix_tokens, strides, D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    cos_ptr,
+    sin_ptr,
+    places,
+    mask_row,
+    prefix_tokens,
+    strides,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """cos and sin, each of a and b, and which pairs turn."""
     samples, tokens, heads = places
     mask_row = mask_row & (tokens >= prefix_tokens)
@@ -177,10 +197,20 @@ def _tables(
 
 @triton.jit
 def _rotate_rows(
-    out_ptrs, x_ptrs, weight_ptr, bias_ptr, mask_row, tables, eps, NORM: tl.constexpr,
-    TRANSPOSE: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    out_ptrs,
+    x_ptrs,
+    weight_ptr,
+    bias_ptr,
+    mask_row,
+    tables,
+    eps,
+    NORM: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_P: tl.constexpr,
-):  # fmt: skip
+):
     cos, sin, turns = tables
     a, b = _load_pairs(x_ptrs, mask_row, 0.0, D, D, R, INTERLEAVED, BLOCK_P)
     if NORM != "":
@@ -195,32 +225,87 @@ def _rotate_rows(
 
 @triton.jit(**ANY_BATCH)
 def _rope_fwd_kernel(
-    q_out_ptr, k_out_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
-    q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
-    num_rows, T, H, prefix_tokens,
-    stride_out_b, stride_out_t, stride_out_h, stride_q_b, stride_q_t, stride_q_h,
-    stride_k_b, stride_k_t, stride_k_h, stride_table_b, stride_table_t, stride_table_h, eps,
-    NORM: tl.constexpr, TRANSPOSE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    q_out_ptr,
+    k_out_ptr,
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    q_bias_ptr,
+    k_weight_ptr,
+    k_bias_ptr,
+    num_rows,
+    T,
+    H,
+    prefix_tokens,
+    stride_out_b,
+    stride_out_t,
+    stride_out_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_table_b,
+    stride_table_t,
+    stride_table_h,
+    eps,
+    NORM: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask_row = rows < num_rows
     places = _places(rows, T, H)
     tables = _tables(
-        cos_ptr, sin_ptr, places, mask_row, prefix_tokens,
-        (stride_table_b, stride_table_t, stride_table_h), D, R, INTERLEAVED, BLOCK_P,
-    )  # fmt: skip
+        cos_ptr,
+        sin_ptr,
+        places,
+        mask_row,
+        prefix_tokens,
+        (stride_table_b, stride_table_t, stride_table_h),
+        D,
+        R,
+        INTERLEAVED,
+        BLOCK_P,
+    )
     offs_out = _offsets(places, (stride_out_b, stride_out_t, stride_out_h))
     _rotate_rows(
-        q_out_ptr + offs_out, q_ptr + _offsets(places, (stride_q_b, stride_q_t, stride_q_h)),
-        q_weight_ptr, q_bias_ptr, mask_row, tables, eps, NORM, TRANSPOSE, D, R, INTERLEAVED,
+        q_out_ptr + offs_out,
+        q_ptr + _offsets(places, (stride_q_b, stride_q_t, stride_q_h)),
+        q_weight_ptr,
+        q_bias_ptr,
+        mask_row,
+        tables,
+        eps,
+        NORM,
+        TRANSPOSE,
+        D,
+        R,
+        INTERLEAVED,
         BLOCK_P,
-    )  # fmt: skip
+    )
     _rotate_rows(
-        k_out_ptr + offs_out, k_ptr + _offsets(places, (stride_k_b, stride_k_t, stride_k_h)),
-        k_weight_ptr, k_bias_ptr, mask_row, tables, eps, NORM, TRANSPOSE, D, R, INTERLEAVED,
+        k_out_ptr + offs_out,
+        k_ptr + _offsets(places, (stride_k_b, stride_k_t, stride_k_h)),
+        k_weight_ptr,
+        k_bias_ptr,
+        mask_row,
+        tables,
+        eps,
+        NORM,
+        TRANSPOSE,
+        D,
+        R,
+        INTERLEAVED,
         BLOCK_P,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -240,9 +325,15 @@ def _norm_bwd(
 
 @triton.jit
 def _store_partial(
-    partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, D: tl.constexpr, R: tl.constexpr,
+    partial_ptr,
+    dweight_a,
+    dweight_b,
+    dbias_a,
+    dbias_b,
+    D: tl.constexpr,
+    R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     """[dweight (D) | dbias (D)] of one program, from sums (BLOCK_ROWS, BLOCK_P) each."""
     BLOCK_P: tl.constexpr = dweight_a.shape[1]
     one = tl.arange(0, 1)
@@ -254,11 +345,30 @@ def _store_partial(
 
 @triton.jit
 def _normed_rows_bwd(
-    dx_ptr, partial_ptr, dy_ptr, x_ptr, cos_ptr, sin_ptr, weight_ptr,
-    num_rows, T, H, prefix_tokens, strides_dx, strides_dy, strides_x, strides_table, eps,
-    NORM: tl.constexpr, NEEDS_DPARAMS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    partial_ptr,
+    dy_ptr,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    weight_ptr,
+    num_rows,
+    T,
+    H,
+    prefix_tokens,
+    strides_dx,
+    strides_dy,
+    strides_x,
+    strides_table,
+    eps,
+    NORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """dx of every P-th row block of q or of k, and this program's share of dweight and dbias."""
     weight_a, weight_b = _load_parameter(weight_ptr, 1.0, D, R, INTERLEAVED, BLOCK_P)
     dweight_a = tl.zeros((BLOCK_ROWS, BLOCK_P), dtype=tl.float32)
@@ -269,9 +379,17 @@ def _normed_rows_bwd(
         mask_row = rows < num_rows
         places = _places(rows, T, H)
         cos, sin, turns = _tables(
-            cos_ptr, sin_ptr, places, mask_row, prefix_tokens, strides_table, D, R, INTERLEAVED,
+            cos_ptr,
+            sin_ptr,
+            places,
+            mask_row,
+            prefix_tokens,
+            strides_table,
+            D,
+            R,
+            INTERLEAVED,
             BLOCK_P,
-        )  # fmt: skip
+        )
         dy_ptrs = dy_ptr + _offsets(places, strides_dy)
         x_ptrs = x_ptr + _offsets(places, strides_x)
         da, db = _load_pairs(dy_ptrs, mask_row, 0.0, D, D, R, INTERLEAVED, BLOCK_P)
@@ -293,15 +411,48 @@ def _normed_rows_bwd(
 
 @triton.jit(**ANY_BATCH)
 def _rope_norm_bwd_kernel(
-    dq_ptr, dk_ptr, partial_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr,
-    q_weight_ptr, k_weight_ptr,
-    num_rows, T, H, prefix_tokens,
-    stride_dx_b, stride_dx_t, stride_dx_h, stride_dq_out_b, stride_dq_out_t, stride_dq_out_h,
-    stride_dk_out_b, stride_dk_out_t, stride_dk_out_h, stride_q_b, stride_q_t, stride_q_h,
-    stride_k_b, stride_k_t, stride_k_h, stride_table_b, stride_table_t, stride_table_h, eps,
-    NORM: tl.constexpr, NEEDS_DPARAMS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    partial_ptr,
+    dq_out_ptr,
+    dk_out_ptr,
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    num_rows,
+    T,
+    H,
+    prefix_tokens,
+    stride_dx_b,
+    stride_dx_t,
+    stride_dx_h,
+    stride_dq_out_b,
+    stride_dq_out_t,
+    stride_dq_out_h,
+    stride_dk_out_b,
+    stride_dk_out_t,
+    stride_dk_out_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_table_b,
+    stride_table_t,
+    stride_table_h,
+    eps,
+    NORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     strides_dx = (stride_dx_b, stride_dx_t, stride_dx_h)
     strides_table = (stride_table_b, stride_table_t, stride_table_h)
     q_partial_ptr, k_partial_ptr = partial_ptr, partial_ptr
@@ -310,20 +461,56 @@ def _rope_norm_bwd_kernel(
         k_partial_ptr = q_partial_ptr + 2 * D
     if tl.program_id(1) == 0:
         _normed_rows_bwd(
-            dq_ptr, q_partial_ptr, dq_out_ptr, q_ptr, cos_ptr, sin_ptr, q_weight_ptr,
-            num_rows, T, H, prefix_tokens, strides_dx,
+            dq_ptr,
+            q_partial_ptr,
+            dq_out_ptr,
+            q_ptr,
+            cos_ptr,
+            sin_ptr,
+            q_weight_ptr,
+            num_rows,
+            T,
+            H,
+            prefix_tokens,
+            strides_dx,
             (stride_dq_out_b, stride_dq_out_t, stride_dq_out_h),
-            (stride_q_b, stride_q_t, stride_q_h), strides_table, eps,
-            NORM, NEEDS_DPARAMS, INTERLEAVED, D, R, BLOCK_ROWS, BLOCK_P,
-        )  # fmt: skip
+            (stride_q_b, stride_q_t, stride_q_h),
+            strides_table,
+            eps,
+            NORM,
+            NEEDS_DPARAMS,
+            INTERLEAVED,
+            D,
+            R,
+            BLOCK_ROWS,
+            BLOCK_P,
+        )
     else:
         _normed_rows_bwd(
-            dk_ptr, k_partial_ptr, dk_out_ptr, k_ptr, cos_ptr, sin_ptr, k_weight_ptr,
-            num_rows, T, H, prefix_tokens, strides_dx,
+            dk_ptr,
+            k_partial_ptr,
+            dk_out_ptr,
+            k_ptr,
+            cos_ptr,
+            sin_ptr,
+            k_weight_ptr,
+            num_rows,
+            T,
+            H,
+            prefix_tokens,
+            strides_dx,
             (stride_dk_out_b, stride_dk_out_t, stride_dk_out_h),
-            (stride_k_b, stride_k_t, stride_k_h), strides_table, eps,
-            NORM, NEEDS_DPARAMS, INTERLEAVED, D, R, BLOCK_ROWS, BLOCK_P,
-        )  # fmt: skip
+            (stride_k_b, stride_k_t, stride_k_h),
+            strides_table,
+            eps,
+            NORM,
+            NEEDS_DPARAMS,
+            INTERLEAVED,
+            D,
+            R,
+            BLOCK_ROWS,
+            BLOCK_P,
+        )
 
 
 class Rotation(NamedTuple):
@@ -361,9 +548,15 @@ def chosen(
     block_p = triton.next_power_of_2(D // 2)
     config = table.choose(gpu, block_p)
     return config, dict(
-        flags, NORM=rotation.norm, INTERLEAVED=rotation.interleaved, D=D, R=R,
-        BLOCK_ROWS=config.block_rows, BLOCK_P=block_p, num_warps=config.num_warps,
-    )  # fmt: skip
+        flags,
+        NORM=rotation.norm,
+        INTERLEAVED=rotation.interleaved,
+        D=D,
+        R=R,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_P=block_p,
+        num_warps=config.num_warps,
+    )
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
@@ -388,9 +581,14 @@ def _fwd_plan(
 
 
 def rotate(
-    out: tuple[Tensor, Tensor], q: Tensor, k: Tensor, tables: Tables, rotation: Rotation,
-    norms: tuple[Tensor | None, ...] = (None,) * 4, transpose: bool = False,
-) -> None:  # fmt: skip
+    out: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    tables: Tables,
+    rotation: Rotation,
+    norms: tuple[Tensor | None, ...] = (None,) * 4,
+    transpose: bool = False,
+) -> None:
     """Write both (B, T, H, D) normed and turned, or turned back where `transpose`.
 
     Args:
@@ -405,9 +603,19 @@ def rotate(
     R = tables.cos.shape[-1]
     launch, sizes = _fwd_plan(gpu(q.device), q.shape, R, rotation, transpose)
     launch(
-        *out, q, k, tables.cos, tables.sin, *norms, *sizes, *out[0].stride()[:3],
-        *q.stride()[:3], *k.stride()[:3], *tables.strides, rotation.eps,
-    )  # fmt: skip
+        *out,
+        q,
+        k,
+        tables.cos,
+        tables.sin,
+        *norms,
+        *sizes,
+        *out[0].stride()[:3],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *tables.strides,
+        rotation.eps,
+    )
 
 
 @launch_plan
@@ -427,9 +635,15 @@ def _bwd_plan(
 
 
 def rotate_norm_bwd(
-    dx: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], q: Tensor, k: Tensor, tables: Tables,
-    rotation: Rotation, weights: tuple[Tensor | None, Tensor | None], needs_dparams: bool,
-) -> Tensor | None:  # fmt: skip
+    dx: tuple[Tensor, Tensor],
+    dy: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    tables: Tables,
+    rotation: Rotation,
+    weights: tuple[Tensor | None, Tensor | None],
+    needs_dparams: bool,
+) -> Tensor | None:
     """Write dq and dk through rotation and norm; returns partials (programs, 4 D) fp32 if wanted.
 
     A row of them: dweight and dbias of q, then of k. `dx` may be `dy` itself.
@@ -441,8 +655,21 @@ def rotate_norm_bwd(
     if needs_dparams:
         partial = q.new_empty((programs, 4 * q.shape[-1]), dtype=torch.float32)
     launch(
-        *dx, partial, *dy, q, k, tables.cos, tables.sin, *weights, *sizes,
-        *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-        *k.stride()[:3], *tables.strides, rotation.eps,
-    )  # fmt: skip
+        *dx,
+        partial,
+        *dy,
+        q,
+        k,
+        tables.cos,
+        tables.sin,
+        *weights,
+        *sizes,
+        *dx[0].stride()[:3],
+        *dy[0].stride()[:3],
+        *dy[1].stride()[:3],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *tables.strides,
+        rotation.eps,
+    )
     return partial

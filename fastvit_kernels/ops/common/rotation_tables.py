@@ -48,11 +48,31 @@ MIN_SHARED = 8  # samples and heads of a range: its sums are 16 bytes for 12 of 
 
 @triton.jit
 def _shared_rows_bwd(
-    dx_ptr, partial_ptr, dy_ptr, x_ptr, weight_ptr, bias_ptr, places, mask_row, tables, sums,
-    first, last, heads_shared, strides_dx, strides_dy, strides_x, eps,
-    NORM: tl.constexpr, NEEDS_DPARAMS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    partial_ptr,
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    places,
+    mask_row,
+    tables,
+    sums,
+    first,
+    last,
+    heads_shared,
+    strides_dx,
+    strides_dy,
+    strides_x,
+    eps,
+    NORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     """dx of all of q or of k that shares these rows; the tables' sums with what it adds to them."""
     cos, sin, turns = tables
     samples, tokens, heads = places
@@ -92,23 +112,70 @@ def _shared_rows_bwd(
 
 @triton.jit(**ANY_BATCH)
 def _rope_tables_bwd_kernel(
-    dq_ptr, dk_ptr, dtables_ptr, partial_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr,
-    cos_ptr, sin_ptr, q_weight_ptr, q_bias_ptr, k_weight_ptr, k_bias_ptr,
-    num_rows, T, table_heads, prefix_tokens, num_shared, shared_per_split, heads_shared,
-    stride_dx_b, stride_dx_t, stride_dx_h, stride_dq_out_b, stride_dq_out_t, stride_dq_out_h,
-    stride_dk_out_b, stride_dk_out_t, stride_dk_out_h, stride_q_b, stride_q_t, stride_q_h,
-    stride_k_b, stride_k_t, stride_k_h, stride_table_b, stride_table_t, stride_table_h, eps,
-    NORM: tl.constexpr, NEEDS_DPARAMS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dtables_ptr,
+    partial_ptr,
+    dq_out_ptr,
+    dk_out_ptr,
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    q_bias_ptr,
+    k_weight_ptr,
+    k_bias_ptr,
+    num_rows,
+    T,
+    table_heads,
+    prefix_tokens,
+    num_shared,
+    shared_per_split,
+    heads_shared,
+    stride_dx_b,
+    stride_dx_t,
+    stride_dx_h,
+    stride_dq_out_b,
+    stride_dq_out_t,
+    stride_dq_out_h,
+    stride_dk_out_b,
+    stride_dk_out_t,
+    stride_dk_out_h,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_table_b,
+    stride_table_t,
+    stride_table_h,
+    eps,
+    NORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     split = tl.program_id(1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     mask_row = rows < num_rows
     places = _places(rows, T, table_heads)
     tables = _tables(
-        cos_ptr, sin_ptr, places, mask_row, prefix_tokens,
-        (stride_table_b, stride_table_t, stride_table_h), D, R, INTERLEAVED, BLOCK_P,
-    )  # fmt: skip
+        cos_ptr,
+        sin_ptr,
+        places,
+        mask_row,
+        prefix_tokens,
+        (stride_table_b, stride_table_t, stride_table_h),
+        D,
+        R,
+        INTERLEAVED,
+        BLOCK_P,
+    )
     first = split * shared_per_split
     last = tl.minimum(first + shared_per_split, num_shared)
     q_partial_ptr, k_partial_ptr = partial_ptr, partial_ptr
@@ -119,17 +186,57 @@ def _rope_tables_bwd_kernel(
     zeros = tl.zeros((BLOCK_ROWS, BLOCK_P), dtype=tl.float32)
     strides_dx = (stride_dx_b, stride_dx_t, stride_dx_h)
     sums = _shared_rows_bwd(
-        dq_ptr, q_partial_ptr, dq_out_ptr, q_ptr, q_weight_ptr, q_bias_ptr, places, mask_row,
-        tables, (zeros, zeros, zeros, zeros), first, last, heads_shared, strides_dx,
-        (stride_dq_out_b, stride_dq_out_t, stride_dq_out_h), (stride_q_b, stride_q_t, stride_q_h),
-        eps, NORM, NEEDS_DPARAMS, INTERLEAVED, D, R, BLOCK_ROWS, BLOCK_P,
-    )  # fmt: skip
+        dq_ptr,
+        q_partial_ptr,
+        dq_out_ptr,
+        q_ptr,
+        q_weight_ptr,
+        q_bias_ptr,
+        places,
+        mask_row,
+        tables,
+        (zeros, zeros, zeros, zeros),
+        first,
+        last,
+        heads_shared,
+        strides_dx,
+        (stride_dq_out_b, stride_dq_out_t, stride_dq_out_h),
+        (stride_q_b, stride_q_t, stride_q_h),
+        eps,
+        NORM,
+        NEEDS_DPARAMS,
+        INTERLEAVED,
+        D,
+        R,
+        BLOCK_ROWS,
+        BLOCK_P,
+    )
     dcos_a, dcos_b, dsin_a, dsin_b = _shared_rows_bwd(
-        dk_ptr, k_partial_ptr, dk_out_ptr, k_ptr, k_weight_ptr, k_bias_ptr, places, mask_row,
-        tables, sums, first, last, heads_shared, strides_dx,
-        (stride_dk_out_b, stride_dk_out_t, stride_dk_out_h), (stride_k_b, stride_k_t, stride_k_h),
-        eps, NORM, NEEDS_DPARAMS, INTERLEAVED, D, R, BLOCK_ROWS, BLOCK_P,
-    )  # fmt: skip
+        dk_ptr,
+        k_partial_ptr,
+        dk_out_ptr,
+        k_ptr,
+        k_weight_ptr,
+        k_bias_ptr,
+        places,
+        mask_row,
+        tables,
+        sums,
+        first,
+        last,
+        heads_shared,
+        strides_dx,
+        (stride_dk_out_b, stride_dk_out_t, stride_dk_out_h),
+        (stride_k_b, stride_k_t, stride_k_h),
+        eps,
+        NORM,
+        NEEDS_DPARAMS,
+        INTERLEAVED,
+        D,
+        R,
+        BLOCK_ROWS,
+        BLOCK_P,
+    )
     samples, tokens, heads = places
     turned = T - prefix_tokens
     table_rows = (samples * table_heads + heads) * turned + tokens - prefix_tokens
@@ -149,9 +256,12 @@ class _Plan(NamedTuple):
 
 @launch_plan
 def _plan(
-    gpu: Gpu, shape: tuple[int, ...], table: tuple[int, ...], rotation: Rotation,
+    gpu: Gpu,
+    shape: tuple[int, ...],
+    table: tuple[int, ...],
+    rotation: Rotation,
     needs_dparams: bool,
-) -> _Plan:  # fmt: skip
+) -> _Plan:
     B, T, H, D = shape
     *leading, _, R = table
     table_samples, table_heads = (*leading, 1, 1)[:2]
@@ -170,9 +280,16 @@ def _plan(
 
 
 def _rotate_tables_bwd(
-    dx: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], q: Tensor, k: Tensor, tables: Tables,
-    rotation: Rotation, norms: tuple[Tensor | None, ...], dtables: Tensor, needs_dparams: bool,
-) -> Tensor | None:  # fmt: skip
+    dx: tuple[Tensor, Tensor],
+    dy: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    tables: Tables,
+    rotation: Rotation,
+    norms: tuple[Tensor | None, ...],
+    dtables: Tensor,
+    needs_dparams: bool,
+) -> Tensor | None:
     """Write dq, dk and dtables; returns partials (programs, 4 D) fp32 of the norms if wanted."""
     launch, programs, splits, sizes = _plan(
         gpu(q.device), q.shape, tables.cos.shape, rotation, needs_dparams
@@ -184,20 +301,40 @@ def _rotate_tables_bwd(
     if splits > 1:
         sums = q.new_empty((splits, dtables.numel()), dtype=torch.float32)
     launch(
-        *dx, sums, partial, *dy, q, k, tables.cos, tables.sin, *norms, *sizes,
-        *dx[0].stride()[:3], *dy[0].stride()[:3], *dy[1].stride()[:3], *q.stride()[:3],
-        *k.stride()[:3], *tables.strides, rotation.eps,
-    )  # fmt: skip
+        *dx,
+        sums,
+        partial,
+        *dy,
+        q,
+        k,
+        tables.cos,
+        tables.sin,
+        *norms,
+        *sizes,
+        *dx[0].stride()[:3],
+        *dy[0].stride()[:3],
+        *dy[1].stride()[:3],
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *tables.strides,
+        rotation.eps,
+    )
     if splits > 1:
         column_sum(sums, dtables)
     return partial
 
 
 def turn_back(
-    dx: tuple[Tensor, Tensor], dy: tuple[Tensor, Tensor], q: Tensor | None, k: Tensor | None,
-    tables: Tables, rotation: Rotation, norms: tuple[Tensor | None, ...], dparams: Tensor,
+    dx: tuple[Tensor, Tensor],
+    dy: tuple[Tensor, Tensor],
+    q: Tensor | None,
+    k: Tensor | None,
+    tables: Tables,
+    rotation: Rotation,
+    norms: tuple[Tensor | None, ...],
+    dparams: Tensor,
     dtables: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """The whole backward of a rotation, in one pass over its tensors.
 
     Args:

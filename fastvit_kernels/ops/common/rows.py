@@ -65,9 +65,12 @@ def block_width(C: int) -> int:
 
 
 def bwd_programs(
-    gpu: Gpu, config: NormConfig, num_rows: int, hands_over: bool = False,
+    gpu: Gpu,
+    config: NormConfig,
+    num_rows: int,
+    hands_over: bool = False,
     has_row_scale: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """As many as the SMs hold at once, by registers: none waits for another to end.
 
     Args:
@@ -96,9 +99,21 @@ def load_rows(ptr, offs_row, stride_row, offs_c, mask):
 
 @triton.jit
 def rows_to_hand_over(
-    d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
-    num_kept, keep_scale, HAS_ROW_SCALE: tl.constexpr, SUBSET: tl.constexpr, WRITE_D: tl.constexpr,
-):  # fmt: skip
+    d_ptr,
+    dx,
+    offs,
+    mask,
+    row_scale_ptr,
+    offs_row,
+    mask_row,
+    rows_per_sample,
+    C,
+    num_kept,
+    keep_scale,
+    HAS_ROW_SCALE: tl.constexpr,
+    SUBSET: tl.constexpr,
+    WRITE_D: tl.constexpr,
+):
     """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries (grad_epilogue.py).
     Where SUBSET, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
     d = dx.to(tl.float32)

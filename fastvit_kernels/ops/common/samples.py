@@ -136,9 +136,16 @@ def compact_rows(samples_ptr, num_kept, offs_row, mask_row, rows_per_sample):
 
 @triton.jit(**ANY_BATCH)
 def _pass_dropped_kernel(
-    y_ptr, residual_ptr, samples_ptr, num_kept, rows_per_sample, N, stride_residual_m,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    residual_ptr,
+    samples_ptr,
+    num_kept,
+    rows_per_sample,
+    N,
+    stride_residual_m,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     # Program (b, r, n) copies a tile of sample b, if that is dropped.
     sample = tl.program_id(0).to(tl.int64)
     if tl.load(samples_ptr + num_kept + sample) >= num_kept:
@@ -159,8 +166,6 @@ def pass_dropped(y: Tensor, residual: Tensor, samples: Tensor, stride_residual_m
     S = samples.shape[0] - B
     if S == B or y.numel() == 0:
         return
-    grid = (
-        B, triton.cdiv(rows, _PASS_TILE["BLOCK_R"]), triton.cdiv(N, _PASS_TILE["BLOCK_N"])
-    )  # fmt: skip
+    grid = (B, triton.cdiv(rows, _PASS_TILE["BLOCK_R"]), triton.cdiv(N, _PASS_TILE["BLOCK_N"]))
     launch = bind_launch(_pass_dropped_kernel, grid, **_PASS_TILE)
     launch(y, residual, samples, S, rows, N, stride_residual_m)

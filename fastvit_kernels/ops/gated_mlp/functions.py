@@ -112,17 +112,37 @@ class GatedMlpFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
-        norm_bias, residual, layer_scale, row_scale, spec,
-    ):  # fmt: skip
+        ctx,
+        x,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        gate_weight,
+        gate_bias,
+        norm_weight,
+        norm_bias,
+        residual,
+        layer_scale,
+        row_scale,
+        spec,
+    ):
         if spec.casts:
             x, fc1_weight, fc2_weight, gate_weight = _cast(
                 spec.dtype, x, fc1_weight, fc2_weight, gate_weight
             )
         hidden, z, value, stats = gated_hidden_fwd[spec.route](
-            x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias,
-            spec.activation, spec.gate_last, spec.norm_eps,
-        )  # fmt: skip
+            x,
+            fc1_weight,
+            fc1_bias,
+            gate_weight,
+            gate_bias,
+            norm_weight,
+            norm_bias,
+            spec.activation,
+            spec.gate_last,
+            spec.norm_eps,
+        )
         y = _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)
         saves_z = spec.saves_z
         ctx.save_for_backward(
@@ -161,9 +181,14 @@ def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
 
 
 def _second(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, spec: GatedMlpSpec,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    spec: GatedMlpSpec,
+) -> Tensor:
     """y from the hidden layer: fc2 with the epilogue."""
     if spec.fc2_by_library and spec.route is EAGER:
         return by_library(hidden, weight, bias, residual)
@@ -174,9 +199,13 @@ def _second(
 
 
 def _check_gate(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, gate_weight: Tensor | None,
-    gate_bias: Tensor | None, gate_last: bool,
-) -> tuple[int, str | None]:  # fmt: skip
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    gate_last: bool,
+) -> tuple[int, str | None]:
     """Raise on a bad fc1 or gate; F, and what the kernels cannot do."""
     op = "gated_mlp"
     unsupported = check_weight(op, "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x)
@@ -201,12 +230,23 @@ def _check_gate(
 
 @cached_dispatch
 def _decide(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, gate_weight: Tensor | None, gate_bias: Tensor | None,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, gate_last: bool,
-    norm_eps: float, recompute: bool,
-) -> GatedMlpSpec:  # fmt: skip
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    gate_last: bool,
+    norm_eps: float,
+    recompute: bool,
+) -> GatedMlpSpec:
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     op = "gated_mlp"
     check_input(op, x)
@@ -225,23 +265,35 @@ def _decide(
         reasons.append(f"a LayerNorm over more than {MAX_NORM_F} hidden features, got {F}")
     reasons.append(check_epilogue(op, x, fc2_weight.shape[0], residual, layer_scale, row_scale))
     dtype = compute_dtype(
-        op, x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight,
-        fc2_bias=fc2_bias, gate_weight=gate_weight, gate_bias=gate_bias,
-    )  # fmt: skip
+        op,
+        x=x,
+        fc1_weight=fc1_weight,
+        fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight,
+        fc2_bias=fc2_bias,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+    )
     operands = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias)
     inputs = (*operands, norm_weight, norm_bias, residual, layer_scale)
-    (
-        needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, needs_dfc2_bias, needs_dgate_weight, *_
-    ) = map(needs_gradient, inputs)  # fmt: skip
+    (needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, needs_dfc2_bias, needs_dgate_weight, *_) = (
+        map(needs_gradient, inputs)
+    )
     needs_dlayer_scale = needs_gradient(layer_scale)
     needs_dhidden = needs_gradient(*operands[:3], *operands[5:], norm_weight, norm_bias)
     needs_hidden = needs_dfc2_weight or needs_dlayer_scale
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
-        dtype, out_dtype, fc2_bias, layer_scale, row_scale,
-        x=x, needs_d=needs_dhidden or needs_hidden or needs_dfc2_bias,
-        needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
-    )  # fmt: skip
+        dtype,
+        out_dtype,
+        fc2_bias,
+        layer_scale,
+        row_scale,
+        x=x,
+        needs_d=needs_dhidden or needs_hidden or needs_dfc2_bias,
+        needs_dbias=needs_dfc2_bias,
+        needs_dlayer_scale=needs_dlayer_scale,
+    )
     route = choose_route(op, next(filter(None, reasons), None), *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in operands)
     scaled = layer_scale is not None or row_scale is not None
@@ -324,9 +376,19 @@ def gated_mlp(
     Specification: gated_mlp_ref. Derivation: docs/gated_mlp.md.
     """
     inputs = (
-        x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias, norm_weight,
-        norm_bias, residual, layer_scale, row_scale,
-    )  # fmt: skip
+        x,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        gate_weight,
+        gate_bias,
+        norm_weight,
+        norm_bias,
+        residual,
+        layer_scale,
+        row_scale,
+    )
     spec = _decide(*inputs, activation, gate_last, norm_eps, recompute)
     if spec.route is None:
         return gated_mlp_ref(
@@ -339,7 +401,15 @@ def gated_mlp(
             spec.dtype, x, fc1_weight, fc2_weight, gate_weight
         )
     hidden, _, _, _ = gated_hidden_fwd[spec.route](
-        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias, activation,
-        gate_last, norm_eps,
-    )  # fmt: skip
+        x,
+        fc1_weight,
+        fc1_bias,
+        gate_weight,
+        gate_bias,
+        norm_weight,
+        norm_bias,
+        activation,
+        gate_last,
+        norm_eps,
+    )
     return _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)

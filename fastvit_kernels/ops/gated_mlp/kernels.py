@@ -63,10 +63,19 @@ BWD_TABLE = ConfigTable(
 
 @triton.jit(**ANY_BATCH)
 def _gate_fwd_kernel(
-    hidden_ptr, gate_ptr, value_ptr,
-    M, F, stride_z_m, gate_column, value_column,
-    ACTIVATION: tl.constexpr, VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    hidden_ptr,
+    gate_ptr,
+    value_ptr,
+    M,
+    F,
+    stride_z_m,
+    gate_column,
+    value_column,
+    ACTIVATION: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     # F, stride and columns come in units of VECTOR, so that the compiler knows what divides them.
     F, stride_z_m = F * VECTOR, stride_z_m * VECTOR
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -83,12 +92,28 @@ def _gate_fwd_kernel(
 
 @triton.jit(**ANY_BATCH)
 def _gate_bwd_kernel(
-    dz_ptr, hidden_ptr, partial_ptr, dhidden_ptr, gate_ptr, value_ptr,
-    M, F, rows_per_split, stride_z_m, gate_column, value_column,
-    stride_dz_m, dgate_column, dvalue_column,
-    ACTIVATION: tl.constexpr, WRITE_HIDDEN: tl.constexpr, SUM_DZ: tl.constexpr,
-    VECTOR: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    dz_ptr,
+    hidden_ptr,
+    partial_ptr,
+    dhidden_ptr,
+    gate_ptr,
+    value_ptr,
+    M,
+    F,
+    rows_per_split,
+    stride_z_m,
+    gate_column,
+    value_column,
+    stride_dz_m,
+    dgate_column,
+    dvalue_column,
+    ACTIVATION: tl.constexpr,
+    WRITE_HIDDEN: tl.constexpr,
+    SUM_DZ: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     # Program (f, s) walks the rows of split s; partial[s] = sum dz, in dz's columns.
     F, stride_z_m, stride_dz_m = F * VECTOR, stride_z_m * VECTOR, stride_dz_m * VECTOR
     gate_column, value_column = gate_column * VECTOR, value_column * VECTOR
@@ -127,11 +152,24 @@ def _gate_bwd_kernel(
 
 @triton.jit(**ANY_BATCH)
 def _gate_norm_fwd_kernel(
-    normed_ptr, stats_ptr, gate_ptr, value_ptr, weight_ptr, bias_ptr,
-    M, F, stride_z_m, gate_column, value_column, eps,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    normed_ptr,
+    stats_ptr,
+    gate_ptr,
+    value_ptr,
+    weight_ptr,
+    bias_ptr,
+    M,
+    F,
+    stride_z_m,
+    gate_column,
+    value_column,
+    eps,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     F, stride_z_m = F * VECTOR, stride_z_m * VECTOR
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offs_f = tl.arange(0, BLOCK_F)
@@ -159,12 +197,31 @@ def _gate_norm_fwd_kernel(
 
 @triton.jit(**ANY_BATCH)
 def _gate_norm_bwd_kernel(
-    dz_ptr, normed_ptr, partial_ptr, dnormed_ptr, gate_ptr, value_ptr, weight_ptr, bias_ptr,
-    stats_ptr, M, F, stride_z_m, gate_column, value_column,
-    stride_dz_m, dgate_column, dvalue_column,
-    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, WRITE_NORMED: tl.constexpr,
-    REREAD: tl.constexpr, VECTOR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+    dz_ptr,
+    normed_ptr,
+    partial_ptr,
+    dnormed_ptr,
+    gate_ptr,
+    value_ptr,
+    weight_ptr,
+    bias_ptr,
+    stats_ptr,
+    M,
+    F,
+    stride_z_m,
+    gate_column,
+    value_column,
+    stride_dz_m,
+    dgate_column,
+    dvalue_column,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    WRITE_NORMED: tl.constexpr,
+    REREAD: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
     # Program p takes row blocks p, p + P, ...
     # partial[p] = [sum dz, in dz's columns] [dweight (F)] [dbias (F)]
     F, stride_z_m, stride_dz_m = F * VECTOR, stride_z_m * VECTOR, stride_dz_m * VECTOR
@@ -263,9 +320,15 @@ def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[
 
 @launch_plan
 def _fwd_plan(
-    gpu: Gpu, rows: tuple[int, ...], F: int, packed: bool, gate_last: bool, activation: str,
-    norm_eps: float | None, has_norm_bias: bool,
-) -> FwdPlan:  # fmt: skip
+    gpu: Gpu,
+    rows: tuple[int, ...],
+    F: int,
+    packed: bool,
+    gate_last: bool,
+    activation: str,
+    norm_eps: float | None,
+    has_norm_bias: bool,
+) -> FwdPlan:
     M = math.prod(rows)
     vector, sizes = _z_sizes(M, F, packed, gate_last)
     options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
@@ -276,17 +339,30 @@ def _fwd_plan(
     block_f = block_width(F)
     config = FWD_TABLE.choose(gpu, block_f)
     launch = bind_launch(
-        _gate_norm_fwd_kernel, (triton.cdiv(M, config.block_rows),), M, *sizes, norm_eps,
-        HAS_BIAS=has_norm_bias, BLOCK_ROWS=config.block_rows, BLOCK_F=block_f,
-        num_warps=config.num_warps, **options,
-    )  # fmt: skip
+        _gate_norm_fwd_kernel,
+        (triton.cdiv(M, config.block_rows),),
+        M,
+        *sizes,
+        norm_eps,
+        HAS_BIAS=has_norm_bias,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_F=block_f,
+        num_warps=config.num_warps,
+        **options,
+    )
     return FwdPlan(launch, layout((*rows, F)), layout((2, M)))
 
 
 def gate_fwd(
-    z: Tensor, value: Tensor | None, activation: str, gate_last: bool,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, norm_eps: float, rows: tuple[int, ...],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    z: Tensor,
+    value: Tensor | None,
+    activation: str,
+    gate_last: bool,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm_eps: float,
+    rows: tuple[int, ...],
+) -> tuple[Tensor, Tensor | None]:
     """hidden (*rows, F), normed where there is a weight; mean and rstd (2, M) fp32, else None.
 
     Args:
@@ -320,9 +396,17 @@ class BwdPlan(NamedTuple):
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, M: int, F: int, packed: bool, gate_last: bool, activation: str, norm: bool,
-    has_norm_bias: bool, write_hidden: bool, sum_dz: bool,
-) -> BwdPlan:  # fmt: skip
+    gpu: Gpu,
+    M: int,
+    F: int,
+    packed: bool,
+    gate_last: bool,
+    activation: str,
+    norm: bool,
+    has_norm_bias: bool,
+    write_hidden: bool,
+    sum_dz: bool,
+) -> BwdPlan:
     vector, (width, *z_sizes) = _z_sizes(M, F, packed, gate_last)
     columns = dz_columns(F, packed, gate_last)
     dz_sizes = [n // vector for n in columns]
@@ -333,28 +417,54 @@ def _bwd_plan(
         programs = max(1, BWD_WARPS_PER_SM // config.num_warps) * gpu.num_sms
         splits = min(triton.cdiv(M, config.block_rows), programs)
         launch = bind_launch(
-            _gate_norm_bwd_kernel, (splits,), M, width, *z_sizes, *dz_sizes,
-            HAS_BIAS=has_norm_bias, WRITE_NORMED=write_hidden, REREAD=F > MAX_KEPT_F,
-            BLOCK_ROWS=config.block_rows, BLOCK_F=block_f, num_warps=config.num_warps, **options,
-        )  # fmt: skip
+            _gate_norm_bwd_kernel,
+            (splits,),
+            M,
+            width,
+            *z_sizes,
+            *dz_sizes,
+            HAS_BIAS=has_norm_bias,
+            WRITE_NORMED=write_hidden,
+            REREAD=F > MAX_KEPT_F,
+            BLOCK_ROWS=config.block_rows,
+            BLOCK_F=block_f,
+            num_warps=config.num_warps,
+            **options,
+        )
     else:
         column_blocks = triton.cdiv(F, BLOCK_F)
         wanted = max(1, BWD_PROGRAMS_PER_SM * gpu.num_sms // column_blocks)
         rows_per_split = triton.cdiv(M, min(wanted, triton.cdiv(M, MIN_ROWS_PER_SPLIT)))
         splits = triton.cdiv(M, rows_per_split)
         launch = bind_launch(
-            _gate_bwd_kernel, (column_blocks, splits), M, width, rows_per_split, *z_sizes,
-            *dz_sizes, WRITE_HIDDEN=write_hidden, SUM_DZ=sum_dz, **options, **_BWD_TILE,
-        )  # fmt: skip
+            _gate_bwd_kernel,
+            (column_blocks, splits),
+            M,
+            width,
+            rows_per_split,
+            *z_sizes,
+            *dz_sizes,
+            WRITE_HIDDEN=write_hidden,
+            SUM_DZ=sum_dz,
+            **options,
+            **_BWD_TILE,
+        )
     sums = columns.stride + (2 * F if norm else 0)
     return BwdPlan(launch, columns, layout((M, columns.stride)), layout((splits, sums)))
 
 
 def gate_bwd(
-    dhidden: Tensor, z: Tensor, value: Tensor | None, hidden: Tensor | None, activation: str,
-    gate_last: bool, norm_weight: Tensor | None, norm_bias: Tensor | None, stats: Tensor | None,
+    dhidden: Tensor,
+    z: Tensor,
+    value: Tensor | None,
+    hidden: Tensor | None,
+    activation: str,
+    gate_last: bool,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    stats: Tensor | None,
     sum_dz: bool,
-) -> tuple[Tensor, Tensor, Columns]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Columns]:
     """dz, fp32 partials whose column sums are [sum dz][dnorm_weight][dnorm_bias], dz's columns.
 
     Args:
@@ -365,9 +475,17 @@ def gate_bwd(
     """
     M, F = dhidden.shape
     plan = _bwd_plan(
-        gpu(z.device), M, F, value is None, gate_last, activation, norm_weight is not None,
-        norm_bias is not None, hidden is not None, sum_dz,
-    )  # fmt: skip
+        gpu(z.device),
+        M,
+        F,
+        value is None,
+        gate_last,
+        activation,
+        norm_weight is not None,
+        norm_bias is not None,
+        hidden is not None,
+        sum_dz,
+    )
     dz = empty_strided(*plan.dz, dtype=z.dtype, device=z.device)
     partial = empty_strided(*plan.partial, dtype=torch.float32, device=z.device)
     value = z if value is None else value
@@ -375,7 +493,14 @@ def gate_bwd(
         plan.launch(dz, hidden, partial, dhidden, z, value)
     else:
         plan.launch(
-            dz, hidden, partial, dhidden, z, value, contiguous(norm_weight),
-            contiguous(norm_bias), stats,
-        )  # fmt: skip
+            dz,
+            hidden,
+            partial,
+            dhidden,
+            z,
+            value,
+            contiguous(norm_weight),
+            contiguous(norm_bias),
+            stats,
+        )
     return dz, partial, plan.columns

@@ -39,10 +39,17 @@ def _flops_hidden(x, fc1_weight, gate_weight):
 
 @operator(fake=_empty_hidden, flops=_flops_hidden)
 def gated_hidden_fwd(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, gate_weight: Tensor | None,
-    gate_bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    activation: str, gate_last: bool, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    activation: str,
+    gate_last: bool,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden (..., F), z, value, stats, in x's dtype but the last, which is fp32.
 
     Packed weights: z is (M, 2F), as they lie, and value None. Separate: z is the gate's (M, F),
@@ -71,16 +78,24 @@ def _width(z: Tensor | None, value: Tensor | None, hidden: Tensor | None) -> int
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, row_scale: Tensor | None,
-    z: Tensor | None, value: Tensor | None, hidden: Tensor | None,
-    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
-    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
-    dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
-    dgate_bias_dtype: torch.dtype | None, dnorm_weight_dtype: torch.dtype | None,
-    dnorm_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor | None,
+    fc1_weight: Tensor | None,
+    row_scale: Tensor | None,
+    z: Tensor | None,
+    value: Tensor | None,
+    hidden: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None,
+    dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None,
+    dgate_weight_dtype: torch.dtype | None,
+    dgate_bias_dtype: torch.dtype | None,
+    dnorm_weight_dtype: torch.dtype | None,
+    dnorm_bias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     N, F = dy.shape[-1], _width(z, value, hidden)
     C, K = 0 if x is None else x.shape[-1], 0 if fc1_weight is None else fc1_weight.shape[1]
     rows = F if value is not None else 2 * F
@@ -100,9 +115,18 @@ def _empty_bwd(
 
 
 def _flops_bwd(
-    dy, x, fc1_weight, row_scale, z, value, hidden, dx_dtype, dfc1_weight_dtype, dfc2_weight_dtype,
+    dy,
+    x,
+    fc1_weight,
+    row_scale,
+    z,
+    value,
+    hidden,
+    dx_dtype,
+    dfc1_weight_dtype,
+    dfc2_weight_dtype,
     dgate_weight_dtype,
-):  # fmt: skip
+):
     M, N = epilogue.count_rows(dy, row_scale), dy[-1]
     F = value[1] if value else z[1] // 2 if z else hidden[-1] if hidden else 0
     rows = F if value else 2 * F
@@ -132,16 +156,25 @@ def _column_sum(partial: Tensor, first: int, count: int, dtype: torch.dtype) -> 
 
 
 def _fc2_gradients(
-    d: Tensor, sums: Tensor, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    layer_scale: Tensor | None, shape: tuple[int, int], dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    d: Tensor,
+    sums: Tensor,
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    layer_scale: Tensor | None,
+    shape: tuple[int, int],
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:
     """dweight (N, F), dbias, dlayer_scale, as `weight_gradients`; None where the dtype is."""
     if layer_scale is not None:
         grads = empty_gradients(
-            d.device, (shape, dweight_dtype), (shape[:1], dbias_dtype),
+            d.device,
+            (shape, dweight_dtype),
+            (shape[:1], dbias_dtype),
             (shape[:1], dlayer_scale_dtype),
-        )  # fmt: skip
+        )
         epilogue.weight_gradients(d, sums, hidden, weight, bias, layer_scale, *grads)
         dtypes = (dweight_dtype, dbias_dtype, dlayer_scale_dtype)
         return tuple(g if dtype else None for g, dtype in zip(grads, dtypes, strict=True))
@@ -155,20 +188,35 @@ def _fc2_gradients(
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def gated_mlp_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
-    fc2_bias: Tensor | None, gate_weight: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, layer_scale: Tensor | None, row_scale: Tensor | None,
-    z: Tensor | None, value: Tensor | None, hidden: Tensor | None, stats: Tensor | None,
-    activation: str, gate_last: bool, dtype: torch.dtype,
-    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
-    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
-    dfc2_bias_dtype: torch.dtype | None, dgate_weight_dtype: torch.dtype | None,
-    dgate_bias_dtype: torch.dtype | None, dnorm_weight_dtype: torch.dtype | None,
-    dnorm_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    dy: Tensor,
+    x: Tensor | None,
+    fc1_weight: Tensor | None,
+    fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None,
+    gate_weight: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    z: Tensor | None,
+    value: Tensor | None,
+    hidden: Tensor | None,
+    stats: Tensor | None,
+    activation: str,
+    gate_last: bool,
+    dtype: torch.dtype,
+    dx_dtype: torch.dtype | None,
+    dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None,
+    dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None,
+    dgate_weight_dtype: torch.dtype | None,
+    dgate_bias_dtype: torch.dtype | None,
+    dnorm_weight_dtype: torch.dtype | None,
+    dnorm_bias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
     g: Tensor | None = None,
-) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
-]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias,
     norm_weight, norm_bias, layer_scale, in this order.
 
@@ -178,10 +226,24 @@ def gated_mlp_bwd(
     """
     if dy.numel() == 0:
         grads = _empty_bwd(
-            dy, x, fc1_weight, row_scale, z, value, hidden, dx_dtype, dfc1_weight_dtype,
-            dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype, dgate_weight_dtype,
-            dgate_bias_dtype, dnorm_weight_dtype, dnorm_bias_dtype, dlayer_scale_dtype,
-        )  # fmt: skip
+            dy,
+            x,
+            fc1_weight,
+            row_scale,
+            z,
+            value,
+            hidden,
+            dx_dtype,
+            dfc1_weight_dtype,
+            dfc1_bias_dtype,
+            dfc2_weight_dtype,
+            dfc2_bias_dtype,
+            dgate_weight_dtype,
+            dgate_bias_dtype,
+            dnorm_weight_dtype,
+            dnorm_bias_dtype,
+            dlayer_scale_dtype,
+        )
         for grad in grads:
             grad.zero_()
         return grads
@@ -205,22 +267,38 @@ def gated_mlp_bwd(
     dbiases: list[Any] = [None, None]
     dnorms: list[Any] = [None, None]
     needs_db = dfc1_bias_dtype is not None or dgate_bias_dtype is not None
-    if needs_db or any((
-        dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, dnorm_weight_dtype, dnorm_bias_dtype
-    )):  # fmt: skip
+    if needs_db or any(
+        (dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, dnorm_weight_dtype, dnorm_bias_dtype)
+    ):
         assert z is not None and fc2_weight is not None
         dhidden = gemm.matmul(*epilogue.input_gradient_operands(d, fc2_weight, layer_scale))
         dz, partial, columns = gate_bwd(
-            dhidden, z, value, rebuilt, activation, gate_last, norm_weight, norm_bias, stats,
+            dhidden,
+            z,
+            value,
+            rebuilt,
+            activation,
+            gate_last,
+            norm_weight,
+            norm_bias,
+            stats,
             needs_db,
-        )  # fmt: skip
+        )
         del dhidden
     else:
         assert rebuilt is None
     dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
-        d, sums, hidden_rows, fc2_weight, fc2_bias, layer_scale, (N, F),
-        dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
-    )  # fmt: skip
+        d,
+        sums,
+        hidden_rows,
+        fc2_weight,
+        fc2_bias,
+        layer_scale,
+        (N, F),
+        dfc2_weight_dtype,
+        dfc2_bias_dtype,
+        dlayer_scale_dtype,
+    )
     hidden_rows = rebuilt = None  # before x and dx take memory
     if dz is not None:
         if value is None:
@@ -249,6 +327,12 @@ def gated_mlp_bwd(
                 dnorms[i] = _column_sum(partial, columns.stride + first, F, dnorm_dtype)
     return (
         None if dx is None else dx.view(*shape, dx.shape[1]),
-        dweights[0], dbiases[0], dfc2_weight, dfc2_bias, dweights[1], dbiases[1], *dnorms,
+        dweights[0],
+        dbiases[0],
+        dfc2_weight,
+        dfc2_bias,
+        dweights[1],
+        dbiases[1],
+        *dnorms,
         dlayer_scale,
-    )  # pyright: ignore[reportReturnType]  # fmt: skip
+    )  # pyright: ignore[reportReturnType]

@@ -110,9 +110,16 @@ class LinearFunction(torch.autograd.Function):
         if spec.casts:  # the kernels read a bias of any dtype
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
         y, z = linear_fwd[spec.route](
-            x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.out_dtype,
+            x,
+            weight,
+            bias,
+            residual,
+            layer_scale,
+            row_scale,
+            spec.activation,
+            spec.out_dtype,
             spec.saves_z,
-        )  # fmt: skip
+        )
         ctx.save_for_backward(
             x if spec.saves_x else None,
             weight if spec.saves_weight else None,
@@ -190,9 +197,14 @@ def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) ->
 
 @cached_dispatch
 def _decide(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str | None,
-) -> LinearSpec:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str | None,
+) -> LinearSpec:
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("linear", x)
     unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
@@ -210,10 +222,16 @@ def _decide(
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
-        dtype, out_dtype, bias, layer_scale, row_scale,
-        x=x, needs_d=needs_dz and not activation,
-        needs_dbias=needs_dbias, needs_dlayer_scale=needs_dscale,
-    )  # fmt: skip
+        dtype,
+        out_dtype,
+        bias,
+        layer_scale,
+        row_scale,
+        x=x,
+        needs_d=needs_dz and not activation,
+        needs_dbias=needs_dbias,
+        needs_dlayer_scale=needs_dscale,
+    )
     is_small = residual is not None and weight.shape[1] <= weight.shape[0]
     is_repeatable = is_small and needs_dx and needs_dweight and not activation
     return LinearSpec(

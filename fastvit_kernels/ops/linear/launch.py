@@ -21,9 +21,14 @@ from .kernels import _linear_fwd_kernel
 
 
 def _empty_fwd(
-    x: Tensor, weight: Tensor, residual: Tensor | None, row_scale: Tensor | None, activation: str,
-    out_dtype: torch.dtype, save_z: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    save_z: bool,
+) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], weight.shape[0])
     y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
     y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
@@ -37,10 +42,16 @@ def _flops_fwd(x, weight):
 
 @operator(fake=_empty_fwd, flops=_flops_fwd)
 def linear_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str,
-    out_dtype: torch.dtype, save_z: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    save_z: bool,
+) -> tuple[Tensor, Tensor]:
     """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
 
     x and weight share one dtype; activation "" is none. z is None where there is none to save.
@@ -84,24 +95,57 @@ def linear_fwd(
         from ..common.gemm_in_roles import launch_in_roles
 
         launch_in_roles(
-            plan, y, z, None, rows, weight, pointers[2], contiguous(bias), pointers[0], pointers[1],
-            sizes[1], sizes[0], activation, hidden=False,
-        )  # fmt: skip
+            plan,
+            y,
+            z,
+            None,
+            rows,
+            weight,
+            pointers[2],
+            contiguous(bias),
+            pointers[0],
+            pointers[1],
+            sizes[1],
+            sizes[0],
+            activation,
+            hidden=False,
+        )
         return y, z
     tile_launch(
-        plan, _linear_fwd_kernel, y, z, rows, weight, contiguous(bias),
-        *pointers, M, N, K, sizes[0], *rows.stride(), *weight.stride(), *sizes[1:],
-        ACTIVATION=activation, SAVE_Z=save_z, HAS_BIAS=bias is not None, **flags,
-    )  # fmt: skip
+        plan,
+        _linear_fwd_kernel,
+        y,
+        z,
+        rows,
+        weight,
+        contiguous(bias),
+        *pointers,
+        M,
+        N,
+        K,
+        sizes[0],
+        *rows.stride(),
+        *weight.stride(),
+        *sizes[1:],
+        ACTIVATION=activation,
+        SAVE_Z=save_z,
+        HAS_BIAS=bias is not None,
+        **flags,
+    )
     epilogue.copy_dropped(y, pointers, sizes, flags)
     return y, z
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, row_scale: Tensor | None,
-    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    row_scale: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     N, K = dy.shape[-1], 0 if weight is None else weight.shape[1]
     return empty_gradients(
         dy.device,
@@ -119,12 +163,21 @@ def _flops_bwd(dy, x, weight, row_scale, dx_dtype, dweight_dtype):
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def linear_bwd(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, bias: Tensor | None, z: Tensor | None,
-    layer_scale: Tensor | None, row_scale: Tensor | None, activation: str, dtype: torch.dtype,
-    dx_dtype: torch.dtype | None, dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    z: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    dx_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
     g: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
 
     x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
@@ -143,10 +196,16 @@ def linear_bwd(
     if activation:
         assert z is not None
         dz, partial = epilogue.backward_epilogue(
-            dy.reshape(-1, N), z.contiguous().view(M, N), activation, dtype, layer_scale, row_scale,
-            sum_dz=dbias_dtype is not None, sum_dlayer_scale=dlayer_scale_dtype is not None,
+            dy.reshape(-1, N),
+            z.contiguous().view(M, N),
+            activation,
+            dtype,
+            layer_scale,
+            row_scale,
+            sum_dz=dbias_dtype is not None,
+            sum_dlayer_scale=dlayer_scale_dtype is not None,
             batch=dy.shape[0],
-        )  # fmt: skip
+        )
         if dbias_dtype is not None:
             column_sum(partial[:, :N], dbias)
         if dlayer_scale_dtype is not None:

@@ -58,9 +58,16 @@ def mlp_ref(
     """The specification of `mlp`: two of `linear_ref`, or `gated_mlp_ref`."""
     if activation in GATED:
         return gated_mlp_ref(
-            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=GATED[activation],
-            residual=residual, layer_scale=layer_scale, row_scale=row_scale,
-        )  # fmt: skip
+            x,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation=GATED[activation],
+            residual=residual,
+            layer_scale=layer_scale,
+            row_scale=row_scale,
+        )
     hidden = linear_ref(x, fc1_weight, fc1_bias, activation)
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 
@@ -91,9 +98,17 @@ class MlpFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale, row_scale,
+        ctx,
+        x,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        residual,
+        layer_scale,
+        row_scale,
         spec,
-    ):  # fmt: skip
+    ):
         if spec.casts:  # the kernels read biases of any dtype
             dtype = spec.dtype
             x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
@@ -129,10 +144,17 @@ apply_mlp = differentiable(MlpFunction)
 
 @cached_dispatch
 def _decide(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, recompute: bool,
-) -> MlpSpec:  # fmt: skip
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    recompute: bool,
+) -> MlpSpec:
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("mlp", x)
     check_activation("mlp", activation)
@@ -145,23 +167,38 @@ def _decide(
         check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
     ]
     dtype = compute_dtype(
-        "mlp", x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias,
-        fc2_weight=fc2_weight, fc2_bias=fc2_bias,
-    )  # fmt: skip
+        "mlp",
+        x=x,
+        fc1_weight=fc1_weight,
+        fc1_bias=fc1_bias,
+        fc2_weight=fc2_weight,
+        fc2_bias=fc2_bias,
+    )
     inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
     (
-        needs_dx, needs_dfc1_weight, needs_dfc1_bias, needs_dfc2_weight, needs_dfc2_bias, _,
+        needs_dx,
+        needs_dfc1_weight,
+        needs_dfc1_bias,
+        needs_dfc2_weight,
+        needs_dfc2_bias,
+        _,
         needs_dlayer_scale,
-    ) = map(needs_gradient, inputs)  # fmt: skip
+    ) = map(needs_gradient, inputs)
     needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
     needs_act = needs_dfc2_weight or needs_dlayer_scale
     unsupported = next(filter(None, reasons), None)
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     reads = reads_of(
-        dtype, out_dtype, fc2_bias, layer_scale, row_scale,
-        x=x, needs_d=needs_dz or needs_act or needs_dfc2_bias,
-        needs_dbias=needs_dfc2_bias, needs_dlayer_scale=needs_dlayer_scale,
-    )  # fmt: skip
+        dtype,
+        out_dtype,
+        fc2_bias,
+        layer_scale,
+        row_scale,
+        x=x,
+        needs_d=needs_dz or needs_act or needs_dfc2_bias,
+        needs_dbias=needs_dfc2_bias,
+        needs_dlayer_scale=needs_dlayer_scale,
+    )
     return MlpSpec(
         route=choose_route("mlp", unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
@@ -224,9 +261,17 @@ def mlp(
     """
     if activation.__class__ is str and activation in GATED:
         return gated_mlp(
-            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation=GATED[activation],
-            residual=residual, layer_scale=layer_scale, row_scale=row_scale, recompute=recompute,
-        )  # fmt: skip
+            x,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation=GATED[activation],
+            residual=residual,
+            layer_scale=layer_scale,
+            row_scale=row_scale,
+            recompute=recompute,
+        )
     epilogue = (residual, layer_scale, row_scale)
     spec = _decide(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, activation, recompute)
     route = spec.route

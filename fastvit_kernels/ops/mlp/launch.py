@@ -20,9 +20,15 @@ from .kernels import _mlp_bwd_hidden_kernel
 
 
 def _hidden_gradient(
-    d: Tensor, weight: Tensor, layer_scale: Tensor | None, z: Tensor, act: Tensor | None,
-    activation: str, sum_dz: bool, reuse_z: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    d: Tensor,
+    weight: Tensor,
+    layer_scale: Tensor | None,
+    z: Tensor,
+    act: Tensor | None,
+    activation: str,
+    sum_dz: bool,
+    reuse_z: bool,
+) -> tuple[Tensor, Tensor]:
     """dz = d (layer_scale * W2) * act'(z), (M, F), and partials whose column sums are db1.
 
     d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None,
@@ -53,19 +59,40 @@ def _hidden_gradient(
         )
         return dz, partial
     tile_launch(
-        plan, _mlp_bwd_hidden_kernel, dz, act, partial, a, b, z,
-        M, F, N, *a.stride(), *b.stride(),
-        ACTIVATION=activation, WRITE_ACT=act is not None, SUM_DZ=sum_dz,
-    )  # fmt: skip
+        plan,
+        _mlp_bwd_hidden_kernel,
+        dz,
+        act,
+        partial,
+        a,
+        b,
+        z,
+        M,
+        F,
+        N,
+        *a.stride(),
+        *b.stride(),
+        ACTIVATION=activation,
+        WRITE_ACT=act is not None,
+        SUM_DZ=sum_dz,
+    )
     return dz, partial
 
 
 def _empty_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, z: Tensor | None, act: Tensor | None,
-    row_scale: Tensor | None, dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
-    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
-    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor | None,
+    fc1_weight: Tensor | None,
+    z: Tensor | None,
+    act: Tensor | None,
+    row_scale: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None,
+    dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     N, C = dy.shape[-1], 0 if fc1_weight is None else fc1_weight.shape[1]
     hidden = z if z is not None else act
     F = 0 if hidden is None else hidden.shape[-1]
@@ -81,9 +108,17 @@ def _empty_bwd(
 
 
 def _flops_bwd(
-    dy, x, fc1_weight, z, act, row_scale, dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype,
+    dy,
+    x,
+    fc1_weight,
+    z,
+    act,
+    row_scale,
+    dx_dtype,
+    dfc1_weight_dtype,
+    dfc1_bias_dtype,
     dfc2_weight_dtype,
-):  # fmt: skip
+):
     M, N = epilogue.count_rows(dy, row_scale), dy[-1]
     F = (z or act or (0,))[-1]
     needs_dz = dx_dtype or dfc1_weight_dtype or dfc1_bias_dtype
@@ -94,14 +129,26 @@ def _flops_bwd(
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def mlp_bwd(
-    dy: Tensor, x: Tensor | None, fc1_weight: Tensor | None, fc2_weight: Tensor | None,
-    fc2_bias: Tensor | None, z: Tensor | None, act: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, dtype: torch.dtype, reuse_z: bool,
-    dx_dtype: torch.dtype | None, dfc1_weight_dtype: torch.dtype | None,
-    dfc1_bias_dtype: torch.dtype | None, dfc2_weight_dtype: torch.dtype | None,
-    dfc2_bias_dtype: torch.dtype | None, dlayer_scale_dtype: torch.dtype | None,
+    dy: Tensor,
+    x: Tensor | None,
+    fc1_weight: Tensor | None,
+    fc2_weight: Tensor | None,
+    fc2_bias: Tensor | None,
+    z: Tensor | None,
+    act: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    reuse_z: bool,
+    dx_dtype: torch.dtype | None,
+    dfc1_weight_dtype: torch.dtype | None,
+    dfc1_bias_dtype: torch.dtype | None,
+    dfc2_weight_dtype: torch.dtype | None,
+    dfc2_bias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
     g: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
 
     Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
@@ -110,9 +157,19 @@ def mlp_bwd(
     reuse_z, which no compiler passes, z holds other numbers afterwards.
     """
     grads = _empty_bwd(
-        dy, x, fc1_weight, z, act, row_scale, None if dy.numel() else dx_dtype, dfc1_weight_dtype,
-        dfc1_bias_dtype, dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype,
-    )  # fmt: skip
+        dy,
+        x,
+        fc1_weight,
+        z,
+        act,
+        row_scale,
+        None if dy.numel() else dx_dtype,
+        dfc1_weight_dtype,
+        dfc1_bias_dtype,
+        dfc2_weight_dtype,
+        dfc2_bias_dtype,
+        dlayer_scale_dtype,
+    )
     if dy.numel() == 0:
         for grad in grads:
             grad.zero_()

@@ -137,11 +137,24 @@ def _transposed_rows(ptr, offs_c, offs_m, C, stride_m, EVEN_C: tl.constexpr):
 
 @triton.jit
 def _finish_transposed(
-    y_ptr, y, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-    first, offs_n, M, N, rows_per_sample, stride_residual_m,
-    HAS_BIAS: tl.constexpr, HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    y,
+    bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    first,
+    offs_n,
+    M,
+    N,
+    rows_per_sample,
+    stride_residual_m,
+    HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """epilogue.finish_tile for y^T (N, BLOCK_M), whose first column is row `first` of y."""
     # Offsets within the tile are 32-bit: with 64 they would spill.
     offs_m = tl.arange(0, BLOCK_M)
@@ -164,15 +177,41 @@ def _finish_transposed(
 
 @triton.jit(**ANY_BATCH)
 def _narrow_mlp_fwd_kernel(
-    y_ptr, x_ptr, fc1_weight_ptr, fc1_bias_ptr, fc2_weight_ptr, fc2_bias_ptr,
-    layer_scale_ptr, row_scale_ptr, residual_ptr, M, C, F, N, rows_per_sample,
-    stride_x_m, stride_fc1_weight_f, stride_fc2_weight_n, stride_residual_m,
-    ACTIVATION: tl.constexpr, HAS_FC1_BIAS: tl.constexpr, HAS_FC2_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    EVEN_C: tl.constexpr, EVEN_F: tl.constexpr, EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    x_ptr,
+    fc1_weight_ptr,
+    fc1_bias_ptr,
+    fc2_weight_ptr,
+    fc2_bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    M,
+    C,
+    F,
+    N,
+    rows_per_sample,
+    stride_x_m,
+    stride_fc1_weight_f,
+    stride_fc2_weight_n,
+    stride_residual_m,
+    ACTIVATION: tl.constexpr,
+    HAS_FC1_BIAS: tl.constexpr,
+    HAS_FC2_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    EVEN_C: tl.constexpr,
+    EVEN_F: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    C0: tl.constexpr,
+    C1: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
     # C = C0 + C1 and N = N0 + N1, padded; C1 and N1 may be 0.
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     first = tl.program_id(0).to(tl.int64) * BLOCK_M
@@ -195,21 +234,39 @@ def _narrow_mlp_fwd_kernel(
     for first_f in range(0, F, BLOCK_F):
         end_before = tl.where(first_f > 0, F, -BLOCK_F)  # none before the first step
         fc2_weight = _tile(
-            fc2_weight_ptr, offs_n0, offs_before, N, end_before, stride_fc2_weight_n,
-            EVEN_N or N1 > 0, False,
-        )  # fmt: skip
+            fc2_weight_ptr,
+            offs_n0,
+            offs_before,
+            N,
+            end_before,
+            stride_fc2_weight_n,
+            EVEN_N or N1 > 0,
+            False,
+        )
         y0 = tl.dot(fc2_weight, act, y0, input_precision=INPUT_PRECISION)
         if N1 > 0:
             fc2_weight = _tile(
-                fc2_weight_ptr, offs_n1, offs_before, N, end_before, stride_fc2_weight_n,
-                EVEN_N, False,
-            )  # fmt: skip
+                fc2_weight_ptr,
+                offs_n1,
+                offs_before,
+                N,
+                end_before,
+                stride_fc2_weight_n,
+                EVEN_N,
+                False,
+            )
             y1 = tl.dot(fc2_weight, act, y1, input_precision=INPUT_PRECISION)
         offs_before += BLOCK_F
         fc1_weight = _tile(
-            fc1_weight_ptr, offs_before, offs_c0, F, C, stride_fc1_weight_f,
-            EVEN_F, EVEN_C or C1 > 0,
-        )  # fmt: skip
+            fc1_weight_ptr,
+            offs_before,
+            offs_c0,
+            F,
+            C,
+            stride_fc1_weight_f,
+            EVEN_F,
+            EVEN_C or C1 > 0,
+        )
         z = tl.dot(fc1_weight, x0, input_precision=INPUT_PRECISION)
         if C1 > 0:
             fc1_weight = _tile(
@@ -237,15 +294,43 @@ def _narrow_mlp_fwd_kernel(
         y1 = tl.dot(fc2_weight, act, y1, input_precision=INPUT_PRECISION)
     if N1 > 0:  # the smaller part first, while the larger one waits in registers
         _finish_transposed(
-            y_ptr, y1, fc2_bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-            first, offs_n1, M, N, rows_per_sample, stride_residual_m,
-            HAS_FC2_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, BLOCK_M,
-        )  # fmt: skip
+            y_ptr,
+            y1,
+            fc2_bias_ptr,
+            layer_scale_ptr,
+            row_scale_ptr,
+            residual_ptr,
+            first,
+            offs_n1,
+            M,
+            N,
+            rows_per_sample,
+            stride_residual_m,
+            HAS_FC2_BIAS,
+            HAS_LAYER_SCALE,
+            HAS_ROW_SCALE,
+            HAS_RESIDUAL,
+            BLOCK_M,
+        )
     _finish_transposed(
-        y_ptr, y0, fc2_bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr,
-        first, offs_n0, M, N, rows_per_sample, stride_residual_m,
-        HAS_FC2_BIAS, HAS_LAYER_SCALE, HAS_ROW_SCALE, HAS_RESIDUAL, BLOCK_M,
-    )  # fmt: skip
+        y_ptr,
+        y0,
+        fc2_bias_ptr,
+        layer_scale_ptr,
+        row_scale_ptr,
+        residual_ptr,
+        first,
+        offs_n0,
+        M,
+        N,
+        rows_per_sample,
+        stride_residual_m,
+        HAS_FC2_BIAS,
+        HAS_LAYER_SCALE,
+        HAS_ROW_SCALE,
+        HAS_RESIDUAL,
+        BLOCK_M,
+    )
 
 
 def is_narrow(dtype: torch.dtype, C: int, N: int) -> bool:
@@ -282,10 +367,17 @@ def _flops(x, fc1_weight, fc2_weight):
 
 @operator(fake=_empty, flops=_flops)
 def narrow_mlp_fwd(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor | None, fc2_weight: Tensor,
-    fc2_bias: Tensor | None, residual: Tensor | None, layer_scale: Tensor | None,
-    row_scale: Tensor | None, activation: str, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """y (..., N) in out_dtype. x and the weights share one dtype."""
     y = _empty(x, fc2_weight, out_dtype)
     if y.numel() == 0:
@@ -304,17 +396,43 @@ def narrow_mlp_fwd(
         device, c0 + c1, n0 + n1, DTYPE_NAMES[x.dtype], min(max(rows_per_sm, 16), 128)
     )
     launch = bind_launch(
-        _narrow_mlp_fwd_kernel, (triton.cdiv(M, tiles.block_m),), ACTIVATION=activation,
+        _narrow_mlp_fwd_kernel,
+        (triton.cdiv(M, tiles.block_m),),
+        ACTIVATION=activation,
         HAS_FC1_BIAS=fc1_bias is not None,
-        HAS_FC2_BIAS=fc2_bias is not None, HAS_LAYER_SCALE=layer_scale is not None,
-        HAS_ROW_SCALE=row_scale is not None, HAS_RESIDUAL=residual is not None,
-        EVEN_C=c0 + c1 == C, EVEN_F=F % tiles.block_f == 0, EVEN_N=n0 + n1 == N,
-        BLOCK_M=tiles.block_m, BLOCK_F=tiles.block_f, C0=c0, C1=c1, N0=n0, N1=n1,
+        HAS_FC2_BIAS=fc2_bias is not None,
+        HAS_LAYER_SCALE=layer_scale is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        HAS_RESIDUAL=residual is not None,
+        EVEN_C=c0 + c1 == C,
+        EVEN_F=F % tiles.block_f == 0,
+        EVEN_N=n0 + n1 == N,
+        BLOCK_M=tiles.block_m,
+        BLOCK_F=tiles.block_f,
+        C0=c0,
+        C1=c1,
+        N0=n0,
+        N1=n1,
         INPUT_PRECISION=input_precision(),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
     launch(
-        y, rows, fc1_weight, contiguous(fc1_bias), fc2_weight, contiguous(fc2_bias), *pointers,
-        M, C, F, N, sizes[0], rows.stride(0), fc1_weight.stride(0), fc2_weight.stride(0), sizes[1],
-    )  # fmt: skip
+        y,
+        rows,
+        fc1_weight,
+        contiguous(fc1_bias),
+        fc2_weight,
+        contiguous(fc2_bias),
+        *pointers,
+        M,
+        C,
+        F,
+        N,
+        sizes[0],
+        rows.stride(0),
+        fc1_weight.stride(0),
+        fc2_weight.stride(0),
+        sizes[1],
+    )
     return y

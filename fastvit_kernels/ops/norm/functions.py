@@ -172,9 +172,18 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     else:
         d_dtype, g_dtype = reader.reads
         dx, sums, d = spec.rows_bwd[route](
-            dy, dresidual, x, weight, stats, dtype_of_sums(reader, spec.param_dtype),
-            needs_dparams, d_dtype, reader.row_scale, g_dtype is not None, samples,
-        )  # fmt: skip
+            dy,
+            dresidual,
+            x,
+            weight,
+            stats,
+            dtype_of_sums(reader, spec.param_dtype),
+            needs_dparams,
+            d_dtype,
+            reader.row_scale,
+            g_dtype is not None,
+            samples,
+        )
         stash(reader, dx, d, sums)
         sums = as_dtype(sums, spec.param_dtype)
     if not needs_dparams:
@@ -185,9 +194,15 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
 
 @cached_dispatch
 def _decide(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype | None, op: str, samples: Tensor | None, residual: Tensor | None,
-) -> NormSpec:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+    op: str,
+    samples: Tensor | None,
+    residual: Tensor | None,
+) -> NormSpec:
     """Check the arguments; what runs, and how."""
     check_input(op, x)
     if samples is not None:

@@ -12,12 +12,28 @@ from ..common.samples import compact_rows, stream_rows
 
 @triton.jit(**ANY_BATCH)
 def _norm_fwd_kernel(
-    y_ptr, stats_ptr, x_ptr, weight_ptr, bias_ptr, samples_ptr, residual_ptr,
-    num_rows, C, rows_per_sample, stride_x_row, stride_residual_row, eps,
-    CENTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SAVE_STATS: tl.constexpr, SUBSET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    stats_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    samples_ptr,
+    residual_ptr,
+    num_rows,
+    C,
+    rows_per_sample,
+    stride_x_row,
+    stride_residual_row,
+    eps,
+    CENTER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SAVE_STATS: tl.constexpr,
+    SUBSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     pid_rows = tl.program_id(0).to(tl.int64)
     offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     offs_c = tl.arange(0, BLOCK_C)
@@ -60,14 +76,38 @@ def _norm_fwd_kernel(
 
 @triton.jit(**ANY_BATCH)
 def _norm_bwd_kernel(
-    dx_ptr, d_ptr, partial_ptr, dy_ptr, dresidual_ptr, x_ptr, weight_ptr, stats_ptr, row_scale_ptr,
-    samples_ptr, num_rows, C, rows_per_sample, num_kept, num_kept_of_d,
-    stride_dy_row, stride_dresidual_row, stride_x_row, keep_scale,
-    CENTER: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_DRESIDUAL: tl.constexpr,
-    NEEDS_DPARAMS: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, WRITE_D: tl.constexpr,
-    SUM_D: tl.constexpr, SUBSET: tl.constexpr, SUBSET_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dx_ptr,
+    d_ptr,
+    partial_ptr,
+    dy_ptr,
+    dresidual_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    row_scale_ptr,
+    samples_ptr,
+    num_rows,
+    C,
+    rows_per_sample,
+    num_kept,
+    num_kept_of_d,
+    stride_dy_row,
+    stride_dresidual_row,
+    stride_x_row,
+    keep_scale,
+    CENTER: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    WRITE_D: tl.constexpr,
+    SUM_D: tl.constexpr,
+    SUBSET: tl.constexpr,
+    SUBSET_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
     pid = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
@@ -88,7 +128,7 @@ def _norm_bwd_kernel(
             num_stats = num_kept * rows_per_sample
             rows_dy, mask_dy = compact_rows(
                 samples_ptr, num_kept, offs_row, mask_row, rows_per_sample
-            )  # fmt: skip
+            )
         mask_x = mask_dy[:, None] & mask_c[None, :]
         x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask_x)
         dy = load_rows(dy_ptr, rows_dy, stride_dy_row, offs_c, mask_x)
@@ -118,9 +158,21 @@ def _norm_bwd_kernel(
         tl.store(dx_ptr + offs, dx, mask=mask)
         if WRITE_D or SUM_D:
             d = rows_to_hand_over(
-                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, rows_per_sample, C,
-                num_kept_of_d, keep_scale, HAS_ROW_SCALE, SUBSET_D, WRITE_D,
-            )  # fmt: skip
+                d_ptr,
+                dx,
+                offs,
+                mask,
+                row_scale_ptr,
+                offs_row,
+                mask_row,
+                rows_per_sample,
+                C,
+                num_kept_of_d,
+                keep_scale,
+                HAS_ROW_SCALE,
+                SUBSET_D,
+                WRITE_D,
+            )
             if SUM_D:
                 sum_d += d
         if NEEDS_DPARAMS:

@@ -52,10 +52,17 @@ class FwdPlan(NamedTuple):
 
 @launch_plan
 def _fwd_plan(
-    gpu: Gpu, center: bool, shape: tuple[int, ...], strides: tuple[int, ...], has_weight: bool,
-    has_bias: bool, eps: float, save_stats: bool, num_samples: int,
+    gpu: Gpu,
+    center: bool,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    has_weight: bool,
+    has_bias: bool,
+    eps: float,
+    save_stats: bool,
+    num_samples: int,
     residual_strides: tuple[int, ...] | None,
-) -> FwdPlan:  # fmt: skip
+) -> FwdPlan:
     stride = row_stride(shape, strides)
     residual_stride = 0 if residual_strides is None else row_stride(shape, residual_strides)
     some = num_samples > 0
@@ -65,12 +72,23 @@ def _fwd_plan(
     config = TABLES[center][0].choose(gpu, block_c)
     grid = (triton.cdiv(num_rows, config.block_rows),)
     launch = bind_launch(
-        _norm_fwd_kernel, grid, num_rows, C, math.prod(shape[1:-1]) if some else 0,
-        *(C if s is None else s for s in (stride, residual_stride)), eps,
-        CENTER=center, HAS_WEIGHT=has_weight, HAS_BIAS=has_bias,
-        HAS_RESIDUAL=residual_strides is not None, SAVE_STATS=save_stats,
-        SUBSET=some, BLOCK_ROWS=config.block_rows, BLOCK_C=block_c, num_warps=config.num_warps,
-    )  # fmt: skip
+        _norm_fwd_kernel,
+        grid,
+        num_rows,
+        C,
+        math.prod(shape[1:-1]) if some else 0,
+        *(C if s is None else s for s in (stride, residual_stride)),
+        eps,
+        CENTER=center,
+        HAS_WEIGHT=has_weight,
+        HAS_BIAS=has_bias,
+        HAS_RESIDUAL=residual_strides is not None,
+        SAVE_STATS=save_stats,
+        SUBSET=some,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_C=block_c,
+        num_warps=config.num_warps,
+    )
     return FwdPlan(
         launch=launch if num_rows * C else None,
         y=layout(shape),
@@ -81,15 +99,29 @@ def _fwd_plan(
 
 
 def _launch_fwd(
-    center: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
-    out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None, residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    center: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype,
+    save_stats: bool,
+    samples: Tensor | None,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     device = x.device
     launch, y_layout, stats_layout, copies_x, copies_residual = _fwd_plan(
-        gpu(device), center, x.shape, x.stride(), weight is not None, bias is not None, eps,
-        save_stats, 0 if samples is None else samples.shape[0],
+        gpu(device),
+        center,
+        x.shape,
+        x.stride(),
+        weight is not None,
+        bias is not None,
+        eps,
+        save_stats,
+        0 if samples is None else samples.shape[0],
         None if residual is None else residual.stride(),
-    )  # fmt: skip
+    )
     y = empty_strided(*y_layout, dtype=out_dtype, device=device)
     stats = empty_strided(*stats_layout, dtype=torch.float32, device=device)
     if launch is not None:
@@ -122,10 +154,18 @@ class BwdPlan(NamedTuple):
 
 @launch_plan
 def _bwd_plan(
-    gpu: Gpu, center: bool, shape: tuple[int, ...], has_weight: bool, needs_dparams: bool,
-    has_row_scale: bool, writes_d: bool, sums_d: bool, num_samples: int, num_samples_of_d: int,
+    gpu: Gpu,
+    center: bool,
+    shape: tuple[int, ...],
+    has_weight: bool,
+    needs_dparams: bool,
+    has_row_scale: bool,
+    writes_d: bool,
+    sums_d: bool,
+    num_samples: int,
+    num_samples_of_d: int,
     *strides: tuple[int, ...] | None,
-) -> BwdPlan:  # fmt: skip
+) -> BwdPlan:
     C, num_rows = shape[-1], math.prod(shape[:-1])
     block_c = block_width(C)
     config = TABLES[center][1].choose(gpu, block_c)
@@ -139,14 +179,29 @@ def _bwd_plan(
     ]
     sums = _num_sums(center, needs_dparams, sums_d)
     launch = bind_launch(
-        _norm_bwd_kernel, (programs,), num_rows, C, num_rows // B, kept, kept_of_d,
-        *(C if s is None else s for s in row_strides), B / kept_of_d if kept_of_d else 1.0,
-        CENTER=center, HAS_WEIGHT=has_weight, HAS_DRESIDUAL=strides[1] is not None,
-        NEEDS_DPARAMS=needs_dparams, HAS_ROW_SCALE=has_row_scale and not kept_of_d,
-        WRITE_D=writes_d, SUM_D=sums_d, SUBSET=kept > 0, SUBSET_D=kept_of_d > 0,
-        BLOCK_ROWS=config.block_rows, BLOCK_C=block_c,
-        STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0), num_warps=config.num_warps,
-    )  # fmt: skip
+        _norm_bwd_kernel,
+        (programs,),
+        num_rows,
+        C,
+        num_rows // B,
+        kept,
+        kept_of_d,
+        *(C if s is None else s for s in row_strides),
+        B / kept_of_d if kept_of_d else 1.0,
+        CENTER=center,
+        HAS_WEIGHT=has_weight,
+        HAS_DRESIDUAL=strides[1] is not None,
+        NEEDS_DPARAMS=needs_dparams,
+        HAS_ROW_SCALE=has_row_scale and not kept_of_d,
+        WRITE_D=writes_d,
+        SUM_D=sums_d,
+        SUBSET=kept > 0,
+        SUBSET_D=kept_of_d > 0,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_C=block_c,
+        STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0),
+        num_warps=config.num_warps,
+    )
     return BwdPlan(
         launch=launch if num_rows * C else None,
         copies=tuple(stride is None for stride in row_strides),
@@ -163,18 +218,36 @@ def _num_sums(center: bool, needs_dparams: bool, needs_g: bool = False) -> int:
 
 
 def _launch_bwd(
-    center: bool, dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None,
-    stats: Tensor, sum_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None,
-    d_dtype: torch.dtype | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
-) -> Any:  # fmt: skip
+    center: bool,
+    dy: Tensor,
+    dresidual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    sum_dtype: torch.dtype,
+    needs_dparams: bool,
+    samples: Tensor | None,
+    d_dtype: torch.dtype | None = None,
+    row_scale: Tensor | None = None,
+    needs_g: bool = False,
+) -> Any:
     """dx, sums, and d, None where its dtype is."""
     device = x.device
     launch, copies, dx_layout, sums_layout, partial_layout, d_layout = _bwd_plan(
-        gpu(device), center, x.shape, weight is not None, needs_dparams, row_scale is not None,
-        d_dtype is not None, needs_g, 0 if samples is None else samples.shape[0],
+        gpu(device),
+        center,
+        x.shape,
+        weight is not None,
+        needs_dparams,
+        row_scale is not None,
+        d_dtype is not None,
+        needs_g,
+        0 if samples is None else samples.shape[0],
         row_scale.shape[0] if keeps_some(row_scale) else 0,
-        dy.stride(), None if dresidual is None else dresidual.stride(), x.stride(),
-    )  # fmt: skip
+        dy.stride(),
+        None if dresidual is None else dresidual.stride(),
+        x.stride(),
+    )
     dx = x.new_empty_strided(*dx_layout)
     sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
     d = None if d_dtype is None else empty_strided(*d_layout, dtype=d_dtype, device=device)
@@ -187,18 +260,29 @@ def _launch_bwd(
     if needs_dparams or needs_g:
         partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     launch(
-        dx, d, partial, *rows, contiguous(weight), contiguous(stats), contiguous(row_scale),
+        dx,
+        d,
+        partial,
+        *rows,
+        contiguous(weight),
+        contiguous(stats),
+        contiguous(row_scale),
         contiguous(samples),
-    )  # fmt: skip
+    )
     if partial is not None:
         column_sum(partial, sums)
     return dx, sums, d
 
 
 def _empty_bwd(
-    center: bool, x: Tensor, sum_dtype: torch.dtype, needs_dparams: bool,
-    d_dtype: torch.dtype | None = None, row_scale: Tensor | None = None, needs_g: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    center: bool,
+    x: Tensor,
+    sum_dtype: torch.dtype,
+    needs_dparams: bool,
+    d_dtype: torch.dtype | None = None,
+    row_scale: Tensor | None = None,
+    needs_g: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     sums = (_num_sums(center, needs_dparams, needs_g), x.shape[-1])
     d, *_ = empty_gradients(x.device, (tuple(shape_of_d(x, row_scale)), d_dtype))
     return x.new_empty(x.shape), x.new_empty(sums, dtype=sum_dtype), d
@@ -209,34 +293,64 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
     besides what the linear layer reads that gave x."""
 
     def fwd(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype,
-        save_stats: bool, samples: Tensor | None = None, residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        out_dtype: torch.dtype,
+        save_stats: bool,
+        samples: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Of the samples that `samples` keeps: (..., C) -> y (..., C) in out_dtype, plus residual;
         fp32 mean and rstd (2, ...) of LayerNorm, rstd (...) of RMSNorm, empty if not saved."""
         assert center or bias is None
         return _launch_fwd(center, x, weight, bias, eps, out_dtype, save_stats, samples, residual)
 
     def bwd(
-        dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-        param_dtype: torch.dtype, needs_dparams: bool, samples: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        stats: Tensor,
+        param_dtype: torch.dtype,
+        needs_dparams: bool,
+        samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, of RMSNorm dweight
         alone, or (0, C)."""
         given = dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
         return _launch_bwd(center, *given)[:2]
 
     def rows_bwd(
-        dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor,
-        sum_dtype: torch.dtype, needs_dparams: bool, d_dtype: torch.dtype | None,
-        row_scale: Tensor | None, needs_g: bool, samples: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        stats: Tensor,
+        sum_dtype: torch.dtype,
+        needs_dparams: bool,
+        d_dtype: torch.dtype | None,
+        row_scale: Tensor | None,
+        needs_g: bool,
+        samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
         d = row_scale * dx (..., C) in d_dtype, None where that is None."""
         return _launch_bwd(
-            center, dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples, d_dtype,
-            row_scale, needs_g,
-        )  # fmt: skip
+            center,
+            dy,
+            dresidual,
+            x,
+            weight,
+            stats,
+            sum_dtype,
+            needs_dparams,
+            samples,
+            d_dtype,
+            row_scale,
+            needs_g,
+        )
 
     def empty_bwd(x: Tensor, param_dtype: torch.dtype, needs_dparams: bool) -> Any:
         return _empty_bwd(center, x, param_dtype, needs_dparams)[:2]

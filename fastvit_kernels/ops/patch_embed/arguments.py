@@ -16,9 +16,15 @@ OP = "patch_embed"
 
 
 def check_call(
-    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
-    pos_embed: Tensor | None, keep: Tensor | None, mean: Any, std: Any,
-) -> str | None:  # fmt: skip
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None,
+    keep: Tensor | None,
+    mean: Any,
+    std: Any,
+) -> str | None:
     """Raise on bad arguments; return what the kernels cannot do, if anything."""
     _check_images(images, mean, std)
     check_dense(OP, "weight", weight)

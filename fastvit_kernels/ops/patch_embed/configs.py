@@ -29,9 +29,11 @@ def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> Confi
     """Key: the compute dtype. The default: the first config."""
     by_dtype = {"fp16": half, "bf16": half, "fp32": fp32}
     return ConfigTable(
-        name, [*half, *fp32], lambda gpu, dtype: by_dtype[dtype][0],
+        name,
+        [*half, *fp32],
+        lambda gpu, dtype: by_dtype[dtype][0],
         lambda gpu, config, dtype: config in by_dtype[dtype],
-    )  # fmt: skip
+    )
 
 
 # 128 rows by 8 warps: with 64 rows all of them cast the same pixels. 256 columns read each pixel

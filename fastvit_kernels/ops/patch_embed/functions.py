@@ -118,9 +118,16 @@ class PatchEmbedFunction(torch.autograd.Function):
         )
         ctx.spec = spec
         return patch_embed_fwd[spec.route](
-            images, as_dtype(weight, spec.dtype), bias, prefix_tokens, pos_embed, keep,
-            spec.scales, spec.offsets, spec.out_dtype,
-        )  # fmt: skip
+            images,
+            as_dtype(weight, spec.dtype),
+            bias,
+            prefix_tokens,
+            pos_embed,
+            keep,
+            spec.scales,
+            spec.offsets,
+            spec.out_dtype,
+        )
 
     @staticmethod
     @first_order("patch_embed")
@@ -137,9 +144,15 @@ class PatchEmbedFunction(torch.autograd.Function):
             )
         if needs[1]:
             dweight = patch_embed_bwd_weight[route](
-                dout, images, patch, keep, spec.scales, spec.offsets, spec.dtype,
+                dout,
+                images,
+                patch,
+                keep,
+                spec.scales,
+                spec.offsets,
+                spec.dtype,
                 spec.weight_dtype,
-            )  # fmt: skip
+            )
         if needs[2] or needs[3] or needs[4]:
             dtypes = (t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True))
             num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
@@ -162,9 +175,15 @@ Numbers = tuple[float, ...]
 
 @cached_dispatch
 def _decide(
-    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
-    pos_embed: Tensor | None, keep: Tensor | None, mean: Numbers | None, std: Numbers | None,
-) -> PatchEmbedSpec:  # fmt: skip
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None,
+    keep: Tensor | None,
+    mean: Numbers | None,
+    std: Numbers | None,
+) -> PatchEmbedSpec:
     """Check the arguments; what runs, and in which dtypes."""
     unsupported = check_call(images, weight, bias, prefix_tokens, pos_embed, keep, mean, std)
     inputs = (weight, images, bias, prefix_tokens, pos_embed)
@@ -248,6 +267,13 @@ def patch_embed(
     if spec.needs_gradient:
         return apply_patch_embed[spec.route](*inputs, spec)
     return patch_embed_fwd[spec.route](
-        images, as_dtype(weight, spec.dtype), bias, prefix_tokens, pos_embed, keep,
-        spec.scales, spec.offsets, spec.out_dtype,
-    )  # fmt: skip
+        images,
+        as_dtype(weight, spec.dtype),
+        bias,
+        prefix_tokens,
+        pos_embed,
+        keep,
+        spec.scales,
+        spec.offsets,
+        spec.out_dtype,
+    )

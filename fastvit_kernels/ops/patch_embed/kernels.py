@@ -22,9 +22,18 @@ from .pixels import (
 
 @triton.jit
 def _patch_embed_added_kernel(
-    added_ptr, bias_ptr, prefix_ptr, pos_ptr, C, num_prefix, pos_start,
-    HAS_BIAS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_POS: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    added_ptr,
+    bias_ptr,
+    prefix_ptr,
+    pos_ptr,
+    C,
+    num_prefix,
+    pos_start,
+    HAS_BIAS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
+    HAS_POS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """added[t, c], fp32: what is added to the product in token t of any image."""
     t = tl.program_id(0).to(tl.int64)
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -44,21 +53,50 @@ def _patch_embed_added_kernel(
 # Sizes of the patch grid are never special: another image size needs no other kernel.
 @triton.jit(do_not_specialize=["T", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_fwd_kernel(
-    out_ptr, images_ptr, weight_ptr, added_ptr, keep_ptr,
-    num_rows, T, C, num_prefix, num_patches, grid_h, grid_w,
-    stride_images_b, stride_images_c, stride_images_t, stride_images_h, stride_images_w,
-    scales, offsets,
-    CHANNELS: tl.constexpr, PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr, HAS_ADDED: tl.constexpr, HAS_KEEP: tl.constexpr, FENCE: tl.constexpr,
+    out_ptr,
+    images_ptr,
+    weight_ptr,
+    added_ptr,
+    keep_ptr,
+    num_rows,
+    T,
+    C,
+    num_prefix,
+    num_patches,
+    grid_h,
+    grid_w,
+    stride_images_b,
+    stride_images_c,
+    stride_images_t,
+    stride_images_h,
+    stride_images_w,
+    scales,
+    offsets,
+    CHANNELS: tl.constexpr,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    FENCE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     # Rows m = b * T + t, prefix tokens included. The programs of one row block are neighbours, so
     # that its pixels come from DRAM once.
     images = Images(
-        images_ptr, stride_images_b, stride_images_c, stride_images_t, stride_images_h,
-        stride_images_w, grid_h, grid_w,
-    )  # fmt: skip
+        images_ptr,
+        stride_images_b,
+        stride_images_c,
+        stride_images_t,
+        stride_images_h,
+        stride_images_w,
+        grid_h,
+        grid_w,
+    )
     AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
     K: tl.constexpr = CHANNELS * AREA
     pid = tl.program_id(0).to(tl.int64)
@@ -125,21 +163,51 @@ def _patch_embed_fwd_kernel(
 
 @triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_bwd_weight_kernel(
-    dweight_ptr, dout_ptr, images_ptr, keep_ptr,
-    num_rows, rows_per_split, C, num_prefix, rows_per_image, num_patches, grid_h, grid_w,
-    stride_images_b, stride_images_c, stride_images_t, stride_images_h, stride_images_w,
-    scales, offsets,
-    CHANNELS: tl.constexpr, PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr, HAS_KEEP: tl.constexpr, PIXELS_LEFT: tl.constexpr, FENCE: tl.constexpr,
-    COMPUTE_DTYPE: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    dweight_ptr,
+    dout_ptr,
+    images_ptr,
+    keep_ptr,
+    num_rows,
+    rows_per_split,
+    C,
+    num_prefix,
+    rows_per_image,
+    num_patches,
+    grid_h,
+    grid_w,
+    stride_images_b,
+    stride_images_c,
+    stride_images_t,
+    stride_images_h,
+    stride_images_w,
+    scales,
+    offsets,
+    CHANNELS: tl.constexpr,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    PIXELS_LEFT: tl.constexpr,
+    FENCE: tl.constexpr,
+    COMPUTE_DTYPE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     # Rows m = b * rows_per_image + i, patches only. Program (tile, s) sums row range s of one tile
     # of dweight, (BLOCK_K, BLOCK_N) where PIXELS_LEFT, else (BLOCK_N, BLOCK_K).
     images = Images(
-        images_ptr, stride_images_b, stride_images_c, stride_images_t, stride_images_h,
-        stride_images_w, grid_h, grid_w,
-    )  # fmt: skip
+        images_ptr,
+        stride_images_b,
+        stride_images_c,
+        stride_images_t,
+        stride_images_h,
+        stride_images_w,
+        grid_h,
+        grid_w,
+    )
     AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
     K: tl.constexpr = CHANNELS * AREA
     blocks_k = tl.cdiv(K, BLOCK_K)
@@ -194,20 +262,45 @@ def _patch_embed_bwd_weight_kernel(
 
 @triton.jit(do_not_specialize=["rows_per_image", "num_patches", "grid_h", "grid_w"], **ANY_BATCH)
 def _patch_embed_bwd_images_kernel(
-    dimages_ptr, dout_ptr, weight_ptr, keep_ptr,
-    num_rows, rows_per_image, C, num_prefix, num_patches, grid_h, grid_w,
-    stride_dimages_b, stride_dimages_c, stride_dimages_t, stride_dimages_h,
-    CHANNELS: tl.constexpr, PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr, HAS_KEEP: tl.constexpr, FENCE: tl.constexpr,
+    dimages_ptr,
+    dout_ptr,
+    weight_ptr,
+    keep_ptr,
+    num_rows,
+    rows_per_image,
+    C,
+    num_prefix,
+    num_patches,
+    grid_h,
+    grid_w,
+    stride_dimages_b,
+    stride_dimages_c,
+    stride_dimages_t,
+    stride_dimages_h,
+    CHANNELS: tl.constexpr,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    FENCE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     # Rows m = b * rows_per_image + i. Every pixel is in one patch: one store each. Without a list
     # of kept patches there is nothing to clear.
     dimages = Images(
-        dimages_ptr, stride_dimages_b, stride_dimages_c, stride_dimages_t, stride_dimages_h, 1,
-        grid_h, grid_w,
-    )  # fmt: skip
+        dimages_ptr,
+        stride_dimages_b,
+        stride_dimages_c,
+        stride_dimages_t,
+        stride_dimages_h,
+        1,
+        grid_h,
+        grid_w,
+    )
     AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
     K: tl.constexpr = CHANNELS * AREA
     pid = tl.program_id(0).to(tl.int64)
@@ -256,9 +349,16 @@ def _patch_embed_slots_kernel(
 
 @triton.jit(do_not_specialize=["B", "T"], **ANY_BATCH)
 def _patch_embed_bwd_kept_kernel(
-    dtoken_ptr, dout_ptr, slots_ptr, B, T, C, num_prefix,
-    BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
+    dtoken_ptr,
+    dout_ptr,
+    slots_ptr,
+    B,
+    T,
+    C,
+    num_prefix,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """dtoken[p, c] = sum_b dout[b, num_prefix + slots[p, b], c] over the images that keep p."""
     p = tl.program_id(0).to(tl.int64)
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -57,9 +57,12 @@ def _depth(largest: int, size: int, bytes_per_step: int) -> int:
 
 
 def _empty_fwd(
-    images: Tensor, weight: Tensor, prefix_tokens: Tensor | None, keep: Tensor | None,
+    images: Tensor,
+    weight: Tensor,
+    prefix_tokens: Tensor | None,
+    keep: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     C, _, *patch = weight.shape
     num_prefix = 0 if prefix_tokens is None else prefix_tokens.shape[-2]
     rows = math.prod(grid_of(images.shape, patch)) if keep is None else keep.shape[1]
@@ -82,11 +85,20 @@ class FwdPlan(NamedTuple):
 
 @launch_plan
 def _fwd_plan(
-    gpu: Gpu, precision: str, images_dtype: torch.dtype, images: tuple[int, ...],
-    strides: tuple[int, ...], dtype: torch.dtype, weight: tuple[int, ...], has_bias: bool,
-    num_prefix: int, num_pos: int | None, num_kept: int | None,
-    scales: tuple[float, ...] | None, offsets: tuple[float, ...] | None,
-) -> FwdPlan:  # fmt: skip
+    gpu: Gpu,
+    precision: str,
+    images_dtype: torch.dtype,
+    images: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    weight: tuple[int, ...],
+    has_bias: bool,
+    num_prefix: int,
+    num_pos: int | None,
+    num_kept: int | None,
+    scales: tuple[float, ...] | None,
+    offsets: tuple[float, ...] | None,
+) -> FwdPlan:
     """images, weight: their shapes."""
     C, channels, *patch = weight
     K = math.prod(weight[1:])
@@ -106,21 +118,40 @@ def _fwd_plan(
     if has_bias or num_prefix or num_pos is not None:
         added = bind_launch(
             kernels._patch_embed_added_kernel,
-            (tokens, triton.cdiv(C, configs.ADDED_TILE["BLOCK_C"])), C, num_prefix,
-            tokens - (num_pos or tokens), HAS_BIAS=has_bias, HAS_PREFIX=num_prefix > 0,
-            HAS_POS=num_pos is not None, **configs.ADDED_TILE,
-        )  # fmt: skip
+            (tokens, triton.cdiv(C, configs.ADDED_TILE["BLOCK_C"])),
+            C,
+            num_prefix,
+            tokens - (num_pos or tokens),
+            HAS_BIAS=has_bias,
+            HAS_PREFIX=num_prefix > 0,
+            HAS_POS=num_pos is not None,
+            **configs.ADDED_TILE,
+        )
     precision = "ieee" if precision == "highest" else "tf32"
     launch = bind_launch(
-        kernels._patch_embed_fwd_kernel, (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
-        B * T, T, C, num_prefix, num_patches, *grid[-2:], *_strides(strides),
-        scales, offsets, CHANNELS=channels, **_patch_constants(patch),
-        ALIGN=_alignment(strides, patch[-1]), HAS_ADDED=added is not None,
+        kernels._patch_embed_fwd_kernel,
+        (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
+        B * T,
+        T,
+        C,
+        num_prefix,
+        num_patches,
+        *grid[-2:],
+        *_strides(strides),
+        scales,
+        offsets,
+        CHANNELS=channels,
+        **_patch_constants(patch),
+        ALIGN=_alignment(strides, patch[-1]),
+        HAS_ADDED=added is not None,
         HAS_KEEP=num_kept is not None,
         FENCE=images_dtype == dtype and needs_fence(gpu, dtype, precision),
-        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        INPUT_PRECISION=precision,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         **config.options(),
-    )  # fmt: skip
+    )
     return FwdPlan((B, T, C), tokens, added, launch)
 
 
@@ -128,22 +159,36 @@ def _fwd_plan(
     fake=_empty_fwd, flops=lambda images, weight, keep: _flops(images, weight[0], weight[2:], keep)
 )
 def patch_embed_fwd(
-    images: Tensor, weight: Tensor, bias: Tensor | None, prefix_tokens: Tensor | None,
-    pos_embed: Tensor | None, keep: Tensor | None, scales: Sequence[float] | None,
-    offsets: Sequence[float] | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    prefix_tokens: Tensor | None,
+    pos_embed: Tensor | None,
+    keep: Tensor | None,
+    scales: Sequence[float] | None,
+    offsets: Sequence[float] | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
     """images by any strides -> tokens (B, T, C) in out_dtype, computed in weight's dtype.
 
     keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
     """
     C = weight.shape[0]
     shape, tokens, add, launch = _fwd_plan(
-        gpu(images.device), torch.get_float32_matmul_precision(), images.dtype, images.shape,
-        images.stride(), weight.dtype, weight.shape, bias is not None,
+        gpu(images.device),
+        torch.get_float32_matmul_precision(),
+        images.dtype,
+        images.shape,
+        images.stride(),
+        weight.dtype,
+        weight.shape,
+        bias is not None,
         0 if prefix_tokens is None else prefix_tokens.shape[-2],
-        None if pos_embed is None else pos_embed.shape[-2], None if keep is None else keep.shape[1],
-        None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
-    )  # fmt: skip
+        None if pos_embed is None else pos_embed.shape[-2],
+        None if keep is None else keep.shape[1],
+        None if scales is None else tuple(scales),
+        None if offsets is None else tuple(offsets),
+    )
     out = images.new_empty(shape, dtype=out_dtype)
     if launch is None:
         return out
@@ -167,10 +212,15 @@ def _empty_bwd_weight(
     flops=lambda dout, images, patch, keep: _flops(images, dout[2], patch, keep),
 )
 def patch_embed_bwd_weight(
-    dout: Tensor, images: Tensor, patch: Sequence[int], keep: Tensor | None,
-    scales: Sequence[float] | None, offsets: Sequence[float] | None, compute_dtype: torch.dtype,
+    dout: Tensor,
+    images: Tensor,
+    patch: Sequence[int],
+    keep: Tensor | None,
+    scales: Sequence[float] | None,
+    offsets: Sequence[float] | None,
+    compute_dtype: torch.dtype,
     weight_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """dout (B, T, C) -> dweight (C, Cin, *patch) in weight_dtype."""
     dweight = _empty_bwd_weight(dout, images, patch, weight_dtype)
     if dout.numel() == 0:
@@ -199,29 +249,52 @@ def patch_embed_bwd_weight(
     fits = {"sm_100": align >= 4, "sm_120": images.itemsize < 4 or VERSION < (3, 9)}
     spills = not fits.get(gpu(dout.device).arch, True)
     launch = bind_launch(
-        kernels._patch_embed_bwd_weight_kernel, (tiles, splits),
-        None if scales is None else tuple(scales), None if offsets is None else tuple(offsets),
-        CHANNELS=images.shape[1], **_patch_constants(patch),
-        ALIGN=align, HAS_KEEP=keep is not None, PIXELS_LEFT=images.dtype == compute_dtype,
+        kernels._patch_embed_bwd_weight_kernel,
+        (tiles, splits),
+        None if scales is None else tuple(scales),
+        None if offsets is None else tuple(offsets),
+        CHANNELS=images.shape[1],
+        **_patch_constants(patch),
+        ALIGN=align,
+        HAS_KEEP=keep is not None,
+        PIXELS_LEFT=images.dtype == compute_dtype,
         FENCE=images.dtype == dout.dtype == compute_dtype
         and needs_fence(gpu(dout.device), compute_dtype, precision),
-        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]), INPUT_PRECISION=precision,
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        **config.options(), **({"maxnreg": 168} if spills else {}),
-    )  # fmt: skip
+        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]),
+        INPUT_PRECISION=precision,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        **config.options(),
+        **({"maxnreg": 168} if spills else {}),
+    )
     launch(
-        partial, dout, images, contiguous(keep), num_rows, rows_per_split, C, T - rows_per_image,
-        rows_per_image, num_patches, *grid[-2:], *_strides(images.stride()),
-    )  # fmt: skip
+        partial,
+        dout,
+        images,
+        contiguous(keep),
+        num_rows,
+        rows_per_split,
+        C,
+        T - rows_per_image,
+        rows_per_image,
+        num_patches,
+        *grid[-2:],
+        *_strides(images.stride()),
+    )
     if splits > 1:
         column_sum(partial, dweight.view(-1))
     return dweight
 
 
 def _empty_bwd_tokens(
-    dout: Tensor, num_prefix: int, num_pos: int, bias_dtype: torch.dtype | None,
-    prefix_dtype: torch.dtype | None, pos_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout: Tensor,
+    num_prefix: int,
+    num_pos: int,
+    bias_dtype: torch.dtype | None,
+    prefix_dtype: torch.dtype | None,
+    pos_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     C = dout.shape[2]
     return empty_gradients(
         dout.device, ((C,), bias_dtype), ((num_prefix, C), prefix_dtype), ((num_pos, C), pos_dtype)
@@ -230,10 +303,15 @@ def _empty_bwd_tokens(
 
 @operator(fake=_empty_bwd_tokens)
 def patch_embed_bwd_tokens(
-    dout: Tensor, num_prefix: int, num_patches: int, num_pos: int, keep: Tensor | None,
-    bias_dtype: torch.dtype | None, prefix_dtype: torch.dtype | None,
+    dout: Tensor,
+    num_prefix: int,
+    num_patches: int,
+    num_pos: int,
+    keep: Tensor | None,
+    bias_dtype: torch.dtype | None,
+    prefix_dtype: torch.dtype | None,
     pos_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; empty where that is None."""
     grads = _empty_bwd_tokens(dout, num_prefix, num_pos, bias_dtype, prefix_dtype, pos_dtype)
     dbias, dprefix, dpos = grads
@@ -284,9 +362,12 @@ def _empty_bwd_images(
     flops=lambda weight, images_shape, keep: _flops(images_shape, weight[0], weight[2:], keep),
 )
 def patch_embed_bwd_images(
-    dout: Tensor, weight: Tensor, images_shape: Sequence[int], keep: Tensor | None,
+    dout: Tensor,
+    weight: Tensor,
+    images_shape: Sequence[int],
+    keep: Tensor | None,
     images_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """dout (B, T, C) -> dimages of images_shape, computed in weight's dtype."""
     dimages = _empty_bwd_images(dout, images_shape, images_dtype)
     if keep is not None or dout.numel() == 0:
@@ -309,15 +390,28 @@ def patch_embed_bwd_images(
     launch = bind_launch(
         kernels._patch_embed_bwd_images_kernel,
         (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
-        CHANNELS=channels, **_patch_constants(patch),
-        ALIGN=_alignment(dimages.stride(), patch[-1]), HAS_KEEP=keep is not None,
-        FENCE=dout.dtype == weight.dtype
-        and needs_fence(gpu(dout.device), weight.dtype, precision),
-        INPUT_PRECISION=precision, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        CHANNELS=channels,
+        **_patch_constants(patch),
+        ALIGN=_alignment(dimages.stride(), patch[-1]),
+        HAS_KEEP=keep is not None,
+        FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype, precision),
+        INPUT_PRECISION=precision,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         **config.options(),
-    )  # fmt: skip
+    )
     launch(
-        dimages, dout, weight, contiguous(keep), num_rows, rows_per_image, C, T - rows_per_image,
-        num_patches, *grid[-2:], *_strides(dimages.stride())[:4],
-    )  # fmt: skip
+        dimages,
+        dout,
+        weight,
+        contiguous(keep),
+        num_rows,
+        rows_per_image,
+        C,
+        T - rows_per_image,
+        num_patches,
+        *grid[-2:],
+        *_strides(dimages.stride())[:4],
+    )
     return dimages

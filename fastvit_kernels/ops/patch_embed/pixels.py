@@ -50,9 +50,14 @@ def kept_patches(keep_ptr, offs, mask, num_patches):
 
 @triton.jit
 def patch_offset(
-    images, b, p,
-    PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+    images,
+    b,
+    p,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """Offset of the first pixel of patch p of image b, int64."""
     row, column = p // images.grid_w, (p % images.grid_w).to(tl.int64) * PATCH_W
     offset = b * images.stride_b + column * images.stride_w
@@ -64,9 +69,13 @@ def patch_offset(
 
 @triton.jit
 def pixel_offset(
-    images, offs_k,
-    PATCH_T: tl.constexpr, PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
+    images,
+    offs_k,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
     """Offset of pixel k from its patch's first pixel, int64: runs of PATCH_W neighbours."""
     row = (offs_k // PATCH_W % PATCH_H).to(tl.int64)
     offset = row * images.stride_h + (offs_k % PATCH_W).to(tl.int64) * images.stride_w

@@ -59,9 +59,16 @@ def _hides_keys(mask: Tensor) -> bool:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, is_causal: bool = False, packing: Crops | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    is_causal: bool = False,
+    packing: Crops | None = None,
+) -> Tensor:
     """q, k, v, each (B, H, T, D), with an additive or boolean mask; one of windows has their number
     for its first axis, a divisor of B. With a packing B is 1, here and below."""
     if packing is not None:
@@ -140,11 +147,17 @@ def _arguments(turn: Turn | None, norms: HeadNorms, like: Tensor, tokens: int) -
         none = like.detach().new_empty((0, 2))
         turn = Turn(none, none)
     return dict(
-        cos=turn.cos, sin=turn.sin, interleaved=turn.interleaved,
-        prefix_tokens=tokens - turn.cos.shape[-2], norm=norms.norm,
-        q_norm_weight=norms.q_weight, q_norm_bias=norms.q_bias,
-        k_norm_weight=norms.k_weight, k_norm_bias=norms.k_bias, eps=norms.eps,
-    )  # fmt: skip
+        cos=turn.cos,
+        sin=turn.sin,
+        interleaved=turn.interleaved,
+        prefix_tokens=tokens - turn.cos.shape[-2],
+        norm=norms.norm,
+        q_norm_weight=norms.q_weight,
+        q_norm_bias=norms.q_bias,
+        k_norm_weight=norms.k_weight,
+        k_norm_bias=norms.k_bias,
+        eps=norms.eps,
+    )
 
 
 def turned(q: Tensor, k: Tensor, turn: Turn | None, norms: HeadNorms) -> tuple[Tensor, Tensor]:
@@ -157,10 +170,15 @@ def turned(q: Tensor, k: Tensor, turn: Turn | None, norms: HeadNorms) -> tuple[T
 
 
 def attend_qkv(
-    qkv: Tensor, turn: Turn | None = None, norms: HeadNorms = NO_NORMS, *,
-    mask: Tensor | None = None, dropout_p: float = 0.0, scale: float | None = None,
+    qkv: Tensor,
+    turn: Turn | None = None,
+    norms: HeadNorms = NO_NORMS,
+    *,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
     packing: Crops | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """qkv (B, T, 3, H, D); mask as for `attend`."""
     plain = turn is None and norms.norm is None and qkv.stride(-1) == 1
     if plain and packing is not None:
@@ -173,10 +191,18 @@ def attend_qkv(
 
 
 def attend_weights(
-    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, turn: Turn | None = None,
-    norms: HeadNorms = NO_NORMS, *, mask: Tensor | None = None, dropout_p: float = 0.0,
-    scale: float | None = None, packing: Crops | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_heads: int,
+    turn: Turn | None = None,
+    norms: HeadNorms = NO_NORMS,
+    *,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    packing: Crops | None = None,
+) -> Tensor:
     """x (B, T, C), and weight (3HD, C) and bias of the projection to q, k and v."""
     given: dict[str, Any] = dict(scale=scale, dropout_p=dropout_p)
     plain = turn is None and norms.norm is None

@@ -262,9 +262,14 @@ class Attention(Body):
         return "its host turns queries and keys" if by_host else None
 
     def fused_attend(
-        self: Any, x: Tensor, mask: Tensor | None = None, turn: Turn | None = None,
-        angles: Any = None, packing: Crops | None = None, causal: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        x: Tensor,
+        mask: Tensor | None = None,
+        turn: Turn | None = None,
+        angles: Any = None,
+        packing: Crops | None = None,
+        causal: bool = False,
+    ) -> Tensor:
         """(B, T, C) -> (B, T, H, D); angles without a turn are for the host's own function."""
         roles, D = self.fused_roles, self.fused_head_dim()
         given: Any = dict(mask=mask, dropout_p=self.fused_dropout_p(), scale=self.fused_scale())

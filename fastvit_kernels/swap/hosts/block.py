@@ -42,11 +42,22 @@ class BlockRoles(NamedTuple):
 
 
 def pre_norm(
-    norm1: str, attention: str, tail1: str, norm2: str, mlp: str | MlpRoles, tail2: str, *,
-    mixin: type[Fused] | None = None, given: tuple[str, ...] = (), arguments: Any = (("x",), ()),
-    item: int | None = None, result: tuple[int, int] | None = None, through: tuple[str, ...] = (),
-    window: str = "", **attributes: Any,
-) -> Any:  # fmt: skip
+    norm1: str,
+    attention: str,
+    tail1: str,
+    norm2: str,
+    mlp: str | MlpRoles,
+    tail2: str,
+    *,
+    mixin: type[Fused] | None = None,
+    given: tuple[str, ...] = (),
+    arguments: Any = (("x",), ()),
+    item: int | None = None,
+    result: tuple[int, int] | None = None,
+    through: tuple[str, ...] = (),
+    window: str = "",
+    **attributes: Any,
+) -> Any:
     """The row of x = x + tail1(attention(norm1(x)));  x = x + tail2(mlp(norm2(x)))
 
     Args:
@@ -59,9 +70,17 @@ def pre_norm(
     """
     inline = None if isinstance(mlp, str) else mlp
     first = Step(
-        1, 0, 0, norm1, attention, tuple(tail1.split()), arguments, item, window=window,
+        1,
+        0,
+        0,
+        norm1,
+        attention,
+        tuple(tail1.split()),
+        arguments,
+        item,
+        window=window,
         context=tuple((name, name) for name in given),
-    )  # fmt: skip
+    )
     body = "" if inline else str(mlp)
     second = Step(2, 1, 1, norm2, body, tuple(tail2.split()), inline=inline)
     roles = BlockRoles((first, second), through, result)

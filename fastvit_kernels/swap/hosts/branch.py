@@ -178,9 +178,13 @@ class Branch:
         return keep_samples(len(x), modules[self.path].fused_rate(), x.device)
 
     def on_images(
-        self, modules: list[Any], x: Tensor, residual: Tensor, packing: Crops,
+        self,
+        modules: list[Any],
+        x: Tensor,
+        residual: Tensor,
+        packing: Crops,
         context: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The same of packed images: those that are kept are a sequence of their own."""
         rate = self.sampled or modules[self.path].fused_rate()
         rate = part(modules[0], rate) if isinstance(rate, str) else rate
@@ -208,9 +212,13 @@ class Branch:
         return items[-1].fused_added(y, residual) if adds else residual + y
 
     def on_some(
-        self, modules: list[Any], x: Tensor, residual: Tensor, samples: Tensor,
+        self,
+        modules: list[Any],
+        x: Tensor,
+        residual: Tensor,
+        samples: Tensor,
         context: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """residual + tail(body(norm(x))) of copies of the samples that are kept, and those scaled:
         the stochastic depth of DINOv2 and DINOv3."""
         kept = num_kept(len(x), part(modules[0], self.sampled))

@@ -81,9 +81,13 @@ def bias_of(table: Tensor, index: Tensor) -> Tensor:
 
 
 def with_decomposed(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, along: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    along: tuple[Tensor, Tensor],
     grid: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, T, D) -> the same with more columns, whose attention of scale 1 is that of
     scores scale q.k + q.R_h[y_q - y_k] + q.R_w[x_q - x_k].
 

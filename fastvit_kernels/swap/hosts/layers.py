@@ -29,9 +29,13 @@ class Attention(attention.Attention):
     """Separate q, k, v projections -> attention -> output projection; gives (output, None)."""
 
     fused_roles = AttentionRoles(
-        ("q_proj", "k_proj", "v_proj"), out="o_proj", scale="scaling", head_dim="head_dim",
-        dropout="attention_dropout", result=(2, 0),
-    )  # fmt: skip
+        ("q_proj", "k_proj", "v_proj"),
+        out="o_proj",
+        scale="scaling",
+        head_dim="head_dim",
+        dropout="attention_dropout",
+        result=(2, 0),
+    )
     fused_unread = UNREAD
     fused_facts = attention.attention_facts
 
@@ -59,28 +63,51 @@ PADDED_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", **_PADDED)
 CLIP_ATTENTION = attention_row("q_proj k_proj v_proj", "out_proj", **_PADDED, causal="is_causal")
 # InternVL's: RMSNorm of q and k over all heads; a dropout behind the projection.
 INTERN_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "projection_layer", scale="scale", after="projection_dropout",
-    q_norm="q_norm", k_norm="k_norm", wide_norms=True,
-)  # fmt: skip
+    "q_proj k_proj v_proj",
+    "projection_layer",
+    scale="scale",
+    after="projection_dropout",
+    q_norm="q_norm",
+    k_norm="k_norm",
+    wide_norms=True,
+)
 # DINOv3's: q and k turn by tables for the patches, which come after the prefix.
 ROPE_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "o_proj", dropout="dropout", mask="attention_mask", masks=BROADCAST,
-    rope="position_embeddings", rotate="apply_rotary_pos_emb", spread="*", prefix=1,
-    kernel="half, cos before sin, any prefix", needs_rope=True,
-)  # fmt: skip
+    "q_proj k_proj v_proj",
+    "o_proj",
+    dropout="dropout",
+    mask="attention_mask",
+    masks=BROADCAST,
+    rope="position_embeddings",
+    rotate="apply_rotary_pos_emb",
+    spread="*",
+    prefix=1,
+    kernel="half, cos before sin, any prefix",
+    needs_rope=True,
+)
 # Images one after the other in a sample, apart by a mask; tables for all tokens.
 PIXTRAL_ATTENTION = row(
-    ROPE_ATTENTION, unread=UNREAD | {"position_ids"},  # for flash attention alone
+    ROPE_ATTENTION,
+    unread=UNREAD | {"position_ids"},  # for flash attention alone
     roles=ROPE_ATTENTION.fused_roles._replace(
         prefix=0, spread="*0", kernel="half, cos before sin, this prefix"
     ),
-)  # fmt: skip
+)
 # MLCD's: in fp32, by tables that its caller makes.
 MLCD_ATTENTION = attention_row(
-    "q_proj k_proj v_proj", "out_proj", scale="scale", dropout="dropout", mask="attention_mask",
-    masks=BROADCAST, rope="position_embeddings", rotate="apply_rotary_pos_emb_vision",
-    spread="tokens", kernel="half, cos before sin, this prefix", needs_rope=True, rounded=True,
-)  # fmt: skip
+    "q_proj k_proj v_proj",
+    "out_proj",
+    scale="scale",
+    dropout="dropout",
+    mask="attention_mask",
+    masks=BROADCAST,
+    rope="position_embeddings",
+    rotate="apply_rotary_pos_emb_vision",
+    spread="tokens",
+    kernel="half, cos before sin, this prefix",
+    needs_rope=True,
+    rounded=True,
+)
 # The mask that BEiT passes is its relative position bias.
 BEIT_ATTENTION = attention_row("q_proj k_proj v_proj", "o_proj", mask="attention_mask", masks=BIAS)
 SCALE = row(LayerScale, roles=ScaleRoles("lambda1"))
@@ -105,13 +132,19 @@ AIMV2 = layer("rms_norm1", "attention", "", "rms_norm2", "ffn", "", given=_MASKE
 # LayerScale as parameters of its own; a dropout before the second.
 INTERN = layer(
     "layernorm_before", "attention", "lambda_1", "layernorm_after", "mlp", "dropout lambda_2"
-)  # fmt: skip
+)
 # One DropPath module serves both branches.
 _DINO = ("norm1", "attention", "layer_scale1 drop_path", "norm2", "mlp", "layer_scale2 drop_path")
 _ROPE = ("position_embeddings", "attention_mask")
 DINOV2, DINOV3 = layer(*_DINO), layer(*_DINO, given=_ROPE)
 MLCD = layer(*_CLIP, given=_ROPE, tolerance=ROUNDED)
 PIXTRAL = layer(
-    "attention_norm", "attention", "", "ffn_norm", "feed_forward", "", given=_ROPE,
+    "attention_norm",
+    "attention",
+    "",
+    "ffn_norm",
+    "feed_forward",
+    "",
+    given=_ROPE,
     unread=PIXTRAL_ATTENTION.fused_unread,
-)  # fmt: skip
+)

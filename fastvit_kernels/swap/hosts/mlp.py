@@ -129,10 +129,17 @@ class Mlp(Body):
             gate = fused.weights_of(modules[reads[2]]) if len(reads) == 3 else (None, None)
             norm = (None, None, 1e-6) if inner is None else modules[inner].fused_parameters()
             return gated_mlp(
-                x, *weights, gate_weight=gate[0], gate_bias=gate[1], norm_weight=norm[0],
-                norm_bias=norm[1], norm_eps=norm[2], gate_last=gate_last, activation=name,
+                x,
+                *weights,
+                gate_weight=gate[0],
+                gate_bias=gate[1],
+                norm_weight=norm[0],
+                norm_bias=norm[1],
+                norm_eps=norm[2],
+                gate_last=gate_last,
+                activation=name,
                 **epilogue,
-            )  # fmt: skip
+            )
 
         return run
 

@@ -28,10 +28,20 @@ class Attention(attention.Attention):
     be parameters beside it."""
 
     fused_roles = AttentionRoles(
-        ("qkv",), "num_heads", "proj", dropout="attn_drop", q_norm="q_norm", k_norm="k_norm",
-        inner_norm="norm", gate="gate", after="proj_drop", mask="attn_mask", masks=BROADCAST,
-        raw=True, biases=(("q_bias", "k_bias", "v_bias"),),
-    )  # fmt: skip
+        ("qkv",),
+        "num_heads",
+        "proj",
+        dropout="attn_drop",
+        q_norm="q_norm",
+        k_norm="k_norm",
+        inner_norm="norm",
+        gate="gate",
+        after="proj_drop",
+        mask="attn_mask",
+        masks=BROADCAST,
+        raw=True,
+        biases=(("q_bias", "k_bias", "v_bias"),),
+    )
 
     def fused_blocked(self: Any) -> str | None:
         scores = None if self.fused_attn else "fused_attn is False: it forms the scores"
@@ -53,9 +63,11 @@ class RopeAttention(Attention):
     """EvaAttention and AttentionRope. Where frequencies are learnt the tables have a gradient."""
 
     fused_roles = Attention.fused_roles._replace(
-        projections=("qkv", "q_proj", "k_proj", "v_proj"), rope="rope", groups="num_kv_groups",
+        projections=("qkv", "q_proj", "k_proj", "v_proj"),
+        rope="rope",
+        groups="num_kv_groups",
         prefix="num_prefix_tokens",
-    )  # fmt: skip
+    )
 
     def fused_others(self: Any, x: Tensor, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         yield {}
@@ -86,9 +98,11 @@ class RopeAttention(Attention):
 
 
 BEIT = Attention.fused_roles._replace(
-    table="relative_position_bias_table", index="relative_position_index",
-    mask="shared_rel_pos_bias", masks=BIAS,
-)  # fmt: skip
+    table="relative_position_bias_table",
+    index="relative_position_index",
+    mask="shared_rel_pos_bias",
+    masks=BIAS,
+)
 
 
 class RelPosAttention(Attention):

@@ -33,9 +33,11 @@ class MultiheadAttention(Fused):
     fused_level = "attention"
     fused_extra_kwargs = ("attn_mask",)
     fused_masked = AttentionRoles(
-        (), "num_heads", mask="attn_mask",
+        (),
+        "num_heads",
+        mask="attn_mask",
         masks=tuple((f"{what}, {n} axes", "") for what in ("added", "boolean") for n in (2, 3)),
-    )  # fmt: skip
+    )
     fused_caveat = "fused where it is called with query = key = value and need_weights=False"
 
     @classmethod
@@ -127,9 +129,13 @@ _BEFORE: BlockRoles = pre_norm(
 ).fused_roles
 _ATTENDS, _COMPUTES = (step._replace(norm="") for step in _BEFORE.steps)
 _BEHIND = BlockRoles(
-    (_ATTENDS, Step(2, 1, body="norm1"), _COMPUTES._replace(output=3, source=2, residual=2),
-     Step(4, 3, body="norm2"))
-)  # fmt: skip
+    (
+        _ATTENDS,
+        Step(2, 1, body="norm1"),
+        _COMPUTES._replace(output=3, source=2, residual=2),
+        Step(4, 3, body="norm2"),
+    )
+)
 
 
 class TransformerEncoderLayer(Block):

@@ -15,10 +15,16 @@ from .special import bias, models, packed, towers, windows
 
 
 def fastvit_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """An attention function as transformers' AttentionInterface wants them: (B, H, T, D) each.
 
     Grouped heads, caches, biases and whatever else is asked for go to transformers' own sdpa.
@@ -33,14 +39,26 @@ def fastvit_attention(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-            is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, dropout_p=dropout,
-        is_causal=bool(causal) and attention_mask is None, scale=scaling,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        is_causal=bool(causal) and attention_mask is None,
+        scale=scaling,
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -78,7 +96,10 @@ TABLE: dict[str, Any] = {
     **family("vit", "ViT", *_VIT),
     **family("deit", "DeiT", *_VIT),
     **family(
-        "vit_mae", "ViTMAE", *_VIT, ("Embeddings", models.MaeEmbeddings),
+        "vit_mae",
+        "ViTMAE",
+        *_VIT,
+        ("Embeddings", models.MaeEmbeddings),
         ("PatchEmbeddings", models.MAE_PATCHES),
     ),
     **family("vit_msn", "ViTMSN", *_VIT),
@@ -86,9 +107,13 @@ TABLE: dict[str, Any] = {
     **family("dinov2", "Dinov2", *_DINO),
     **family("dinov2_with_registers", "Dinov2WithRegisters", *_DINO),
     **family(
-        "dinov3_vit", "DINOv3ViT", ("Layer", layers.DINOV3),
-        ("Attention", layers.ROPE_ATTENTION), ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
-        ("GatedMLP", SWIGLU), ("LayerScale", SCALE),
+        "dinov3_vit",
+        "DINOv3ViT",
+        ("Layer", layers.DINOV3),
+        ("Attention", layers.ROPE_ATTENTION),
+        ("MLP", plain_mlp("up_proj", "act_fn", "down_proj")),
+        ("GatedMLP", SWIGLU),
+        ("LayerScale", SCALE),
     ),
     "transformers.models.dinov3_vit.modeling_dinov3_vit.Dinov3ViTDropPath": DROP_PATH,
     **family("siglip", "Siglip", *_SIGLIP),
@@ -96,29 +121,49 @@ TABLE: dict[str, Any] = {
     **family("clip", "CLIP", *_CLIP),
     **family("metaclip_2", "MetaClip2", *_CLIP),
     **family(
-        "mlcd", "MLCD", ("EncoderLayer", layers.MLCD), ("Attention", layers.MLCD_ATTENTION),
+        "mlcd",
+        "MLCD",
+        ("EncoderLayer", layers.MLCD),
+        ("Attention", layers.MLCD_ATTENTION),
         ("MLP", MLP),
     ),
     **family(
-        "aimv2", "Aimv2", ("EncoderLayer", layers.AIMV2), ("Attention", layers.PADDED_ATTENTION),
+        "aimv2",
+        "Aimv2",
+        ("EncoderLayer", layers.AIMV2),
+        ("Attention", layers.PADDED_ATTENTION),
         ("MLP", SWIGLU),
     ),
     **family(
-        "internvl", "InternVLVision", ("Layer", layers.INTERN),
-        ("Attention", layers.INTERN_ATTENTION), ("MLP", MLP),
+        "internvl",
+        "InternVLVision",
+        ("Layer", layers.INTERN),
+        ("Attention", layers.INTERN_ATTENTION),
+        ("MLP", MLP),
     ),
     **family(
-        "pixtral", "Pixtral", ("AttentionLayer", layers.PIXTRAL),
-        ("Attention", layers.PIXTRAL_ATTENTION), ("MLP", SWIGLU),
+        "pixtral",
+        "Pixtral",
+        ("AttentionLayer", layers.PIXTRAL),
+        ("Attention", layers.PIXTRAL_ATTENTION),
+        ("MLP", SWIGLU),
     ),
     **family(
-        "vjepa2", "VJEPA2", ("Layer", towers.VJEPA), ("RopeAttention", towers.VJepaAttention),
-        ("MLP", plain_mlp("fc1", "activation", "fc2")), ("DropPath", DROP_PATH),
+        "vjepa2",
+        "VJEPA2",
+        ("Layer", towers.VJEPA),
+        ("RopeAttention", towers.VJepaAttention),
+        ("MLP", plain_mlp("fc1", "activation", "fc2")),
+        ("DropPath", DROP_PATH),
     ),
     **family(
-        "gemma4", "Gemma4", ("VisionEncoderLayer", towers.GEMMA),
-        ("VisionAttention", towers.GemmaAttention), ("VisionMLP", towers.GemmaMlp),
-        ("ClippableLinear", towers.Clippable), ("RMSNorm", row(RmsNorm, roles=KEEPS)),
+        "gemma4",
+        "Gemma4",
+        ("VisionEncoderLayer", towers.GEMMA),
+        ("VisionAttention", towers.GemmaAttention),
+        ("VisionMLP", towers.GemmaMlp),
+        ("ClippableLinear", towers.Clippable),
+        ("RMSNorm", row(RmsNorm, roles=KEEPS)),
     ),
     **family("swin", "Swin", *windows.SWIN, ("DropPath", DROP_PATH)),
     **family("swinv2", "Swinv2", *windows.SWINV2),
@@ -127,6 +172,6 @@ TABLE: dict[str, Any] = {
     **family("sam3", "Sam3ViT", *windows.SAM3),
     **bias.DATA2VEC,
     **family("beit", "Beit", *bias.BEIT),
-}  # fmt: skip
+}
 for _model, (_prefix, _rows) in packed.PACKED.items():
     TABLE |= family(_model, _prefix, *_rows)

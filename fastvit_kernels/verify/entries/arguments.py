@@ -10,9 +10,10 @@ FIRST = Arg(required=True, operand=True)
 MATRIX = Arg("matrix", required=True, operand=True)
 OPERAND = Arg(operand=True)
 EPILOGUE = {
-    "residual": Arg(), "layer_scale": Arg(usual=False),
+    "residual": Arg(),
+    "layer_scale": Arg(usual=False),
     "row_scale": Arg("keep", grad=False, usual=False),
-}  # fmt: skip
+}
 
 
 def ignoring(option: str, function: Any) -> Any:

@@ -38,12 +38,14 @@ def _attention_check(v: Sizes) -> list[Example]:
 
 
 ATTENTION = Op(
-    attention, ignoring("dropout_p", attention_ref), eager=attention_ref,
+    attention,
+    ignoring("dropout_p", attention_ref),
+    eager=attention_ref,
     args={"qkv": FIRST, "attn_mask": Arg("mask", usual=False)},
     shapes=_attention_shapes,
     at=lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, mask=None),
     check=_attention_check,
-)  # fmt: skip
+)
 
 
 def _projected_shapes(s: Any) -> dict[str, Shape]:
@@ -51,19 +53,24 @@ def _projected_shapes(s: Any) -> dict[str, Shape]:
 
 
 QKV_ATTENTION = Op(
-    qkv_attention, ignoring("dropout_p", qkv_attention_ref), eager=qkv_attention_ref,
+    qkv_attention,
+    ignoring("dropout_p", qkv_attention_ref),
+    eager=qkv_attention_ref,
     args={"x": FIRST, "weight": MATRIX, "bias": OPERAND},
     settings=lambda s: dict(num_heads=s.H),
     shapes=_projected_shapes,
     at=(_qkv_at := lambda v: dict(B=v.B, T=v.T, H=v.H, D=v.C // v.H, C=v.C)),
     check=lambda v: [Example(_qkv_at(v))],
-)  # fmt: skip
+)
 
 
 ROPE_ATTENTION = Op(
-    rope_attention, ignoring("dropout_p", rope_attention_ref),
+    rope_attention,
+    ignoring("dropout_p", rope_attention_ref),
     args={
-        "x": FIRST, "weight": MATRIX, "bias": OPERAND,
+        "x": FIRST,
+        "weight": MATRIX,
+        "bias": OPERAND,
         **{name: arg for name, arg in ROPE.args.items() if name not in ("q", "k")},
     },
     settings=lambda s: dict(num_heads=s.H, prefix_tokens=s.prefix, norm=s.norm),
@@ -74,7 +81,7 @@ ROPE_ATTENTION = Op(
         Example({**rope_at(v), "C": v.C, "norm": "layer_norm"}, "LayerNorm", frozen=TABLES),
         Example({**rope_at(v), "C": v.C, "lead": (1, v.H)}, "learnt tables by head"),
     ],
-)  # fmt: skip
+)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -99,16 +106,20 @@ def _sdpa_check(v: Sizes) -> list[Example]:
 
 
 SDPA = Op(
-    scaled_dot_product_attention, ignoring("dropout_p", _sdpa),
+    scaled_dot_product_attention,
+    ignoring("dropout_p", _sdpa),
     eager=F.scaled_dot_product_attention,
     args={
-        "query": FIRST, "key": FIRST, "value": FIRST, "attn_mask": Arg("mask", usual=False),
+        "query": FIRST,
+        "key": FIRST,
+        "value": FIRST,
+        "attn_mask": Arg("mask", usual=False),
     },
     settings=lambda s: dict(is_causal=getattr(s, "is_causal", False)),
     shapes=_sdpa_shapes,
     at=lambda v: dict(B=v.B, H=v.H, T=v.T, S=v.T, D=v.C // v.H, mask=None),
     check=_sdpa_check,
-)  # fmt: skip
+)
 
 
 def packed_sizes(lengths: tuple[int, ...], H: int, D: int) -> dict[str, Any]:
@@ -128,12 +139,15 @@ def _varlen_at(v: Sizes) -> dict[str, Any]:
 
 
 VARLEN_ATTENTION = Op(
-    varlen_attention, ignoring("dropout_p", varlen_attention_ref), eager=varlen_attention_ref,
+    varlen_attention,
+    ignoring("dropout_p", varlen_attention_ref),
+    eager=varlen_attention_ref,
     args={"qkv": FIRST},
     settings=_varlen_settings,
     shapes=lambda s: dict(qkv=(sum(s.lengths), 3, s.H, s.D)),
     at=_varlen_at,
     check=lambda v: [
-        Example(_varlen_at(v)), Example(packed_sizes((v.T, 1, 0, 2 * v.T), 2, 72), "D=72")
+        Example(_varlen_at(v)),
+        Example(packed_sizes((v.T, 1, 0, 2 * v.T), 2, 72), "D=72"),
     ],
-)  # fmt: skip
+)

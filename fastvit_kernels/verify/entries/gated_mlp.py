@@ -14,9 +14,13 @@ from .linear import FC_ARGS, fc_shapes
 
 
 def _eager(
-    x: Tensor, fc1_weight: Tensor, fc1_bias: Tensor, fc2_weight: Tensor, fc2_bias: Tensor,
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor,
     residual: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     gate, value = F.linear(x, fc1_weight, fc1_bias).chunk(2, dim=-1)
     return residual + F.linear(F.silu(gate) * value, fc2_weight, fc2_bias)
 
@@ -44,11 +48,19 @@ def _check(v: Sizes) -> list[Example]:
 
 
 GATED_MLP = Op(
-    gated_mlp, ignoring("recompute", gated_mlp_ref), eager=_eager,
+    gated_mlp,
+    ignoring("recompute", gated_mlp_ref),
+    eager=_eager,
     args={
-        **FC_ARGS, "gate_weight": Arg("matrix", operand=True), "gate_bias": OPERAND,
-        "norm_weight": Arg(), "norm_bias": Arg(), **EPILOGUE,
+        **FC_ARGS,
+        "gate_weight": Arg("matrix", operand=True),
+        "gate_bias": OPERAND,
+        "norm_weight": Arg(),
+        "norm_bias": Arg(),
+        **EPILOGUE,
     },
     settings=lambda s: dict(gate_last=True) if getattr(s, "gate_last", False) else {},
-    shapes=_shapes, at=_at, check=_check,
-)  # fmt: skip
+    shapes=_shapes,
+    at=_at,
+    check=_check,
+)

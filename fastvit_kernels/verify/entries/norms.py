@@ -75,18 +75,30 @@ _SAMPLES = {"samples": Arg("keep", grad=False, trained=False, usual=False)}
 _ALONE: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check)
 _BOTH: dict[str, Any] = dict(shapes=_shapes, at=_at, check=_check_and_input, outputs=2)
 LAYER_NORM = Op(
-    layer_norm, _layer_norm, _LAYER | _RESIDUAL, **_ALONE,
+    layer_norm,
+    _layer_norm,
+    _LAYER | _RESIDUAL,
+    **_ALONE,
     eager=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6),
-)  # fmt: skip
+)
 LAYER_NORM_AND_INPUT = Op(
-    layer_norm_and_input, _and_input(_layer_norm), _LAYER | _SAMPLES, **_BOTH,
+    layer_norm_and_input,
+    _and_input(_layer_norm),
+    _LAYER | _SAMPLES,
+    **_BOTH,
     eager=lambda x, weight, bias: (F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6), x),
-)  # fmt: skip
+)
 RMS_NORM = Op(
-    rms_norm, _rms_norm, _RMS | _RESIDUAL, **_ALONE,
+    rms_norm,
+    _rms_norm,
+    _RMS | _RESIDUAL,
+    **_ALONE,
     eager=lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, 1e-6),
-)  # fmt: skip
+)
 RMS_NORM_AND_INPUT = Op(
-    rms_norm_and_input, _and_input(_rms_norm), _RMS | _SAMPLES, **_BOTH,
+    rms_norm_and_input,
+    _and_input(_rms_norm),
+    _RMS | _SAMPLES,
+    **_BOTH,
     eager=lambda x, weight: (F.rms_norm(x, x.shape[-1:], weight, 1e-6), x),
-)  # fmt: skip
+)

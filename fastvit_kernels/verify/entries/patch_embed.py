@@ -18,8 +18,13 @@ from .arguments import MATRIX, OPERAND
 def patch_sizes(v: Sizes, prefix: int = 1) -> dict[str, Any]:
     grid = (v.img_size[0] // v.patch_size, v.img_size[1] // v.patch_size)
     return dict(
-        B=v.B, channels=3, grid=grid, patch=(v.patch_size, v.patch_size), C=v.C, prefix=prefix,
-    )  # fmt: skip
+        B=v.B,
+        channels=3,
+        grid=grid,
+        patch=(v.patch_size, v.patch_size),
+        C=v.C,
+        prefix=prefix,
+    )
 
 
 def _patch_shapes(s: Any) -> dict[str, Shape]:
@@ -27,9 +32,10 @@ def _patch_shapes(s: Any) -> dict[str, Shape]:
     rows = getattr(s, "pos", s.prefix + math.prod(s.grid))
     found: dict[str, Shape] = dict(
         images=(s.B, s.channels, *size),
-        weight=(s.C, s.channels, *s.patch), bias=(s.C,),
+        weight=(s.C, s.channels, *s.patch),
+        bias=(s.C,),
         pos_embed=(*getattr(s, "lead", (1,)), rows, s.C),
-    )  # fmt: skip
+    )
     if s.prefix:
         found["prefix_tokens"] = (*getattr(s, "lead", (1,)), s.prefix, s.C)
     if getattr(s, "kept", 0):
@@ -67,12 +73,19 @@ def _patch_check(v: Sizes) -> list[Example]:
 
 
 PATCH_EMBED = Op(
-    patch_embed, patch_embed_ref,
+    patch_embed,
+    patch_embed_ref,
     args={
         "images": Arg(required=True, operand=True, trained=False),
-        "weight": MATRIX, "bias": OPERAND, "prefix_tokens": Arg(), "pos_embed": Arg(),
+        "weight": MATRIX,
+        "bias": OPERAND,
+        "prefix_tokens": Arg(),
+        "pos_embed": Arg(),
         "keep": Arg(grad=False, trained=False, usual=False),
     },
-    shapes=_patch_shapes, settings=_patch_settings, integers=_patch_integers,
-    at=patch_sizes, check=_patch_check,
-)  # fmt: skip
+    shapes=_patch_shapes,
+    settings=_patch_settings,
+    integers=_patch_integers,
+    at=patch_sizes,
+    check=_patch_check,
+)

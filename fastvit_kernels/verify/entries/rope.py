@@ -38,11 +38,21 @@ def _check(v: Sizes) -> list[Example]:
 
 _TABLE = Arg(required=True, trained=False)
 ROPE = Op(
-    rope, rope_ref, outputs=2,
+    rope,
+    rope_ref,
+    outputs=2,
     args={
-        "q": FIRST, "k": FIRST, "cos": _TABLE, "sin": _TABLE, "q_norm_weight": Arg(),
-        "q_norm_bias": Arg(), "k_norm_weight": Arg(), "k_norm_bias": Arg(),
+        "q": FIRST,
+        "k": FIRST,
+        "cos": _TABLE,
+        "sin": _TABLE,
+        "q_norm_weight": Arg(),
+        "q_norm_bias": Arg(),
+        "k_norm_weight": Arg(),
+        "k_norm_bias": Arg(),
     },
     settings=lambda s: dict(prefix_tokens=s.prefix, norm=s.norm),
-    shapes=rope_shapes, at=rope_at, check=_check,
-)  # fmt: skip
+    shapes=rope_shapes,
+    at=rope_at,
+    check=_check,
+)

@@ -29,7 +29,7 @@ from .values import (
     f32_to_f16,
     halves,
     joined,
-)  # fmt: skip
+)
 
 _INTEGERS = "{u16,s16,u32,s32,u64,s64}"
 _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
@@ -287,9 +287,13 @@ def count_bits(op: Op) -> Run:
 # Comparisons and choices
 
 _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
     "ge": np.greater_equal,
-}  # fmt: skip
+}
 
 
 def _comparison(name: str, is_float: bool) -> Callable[[Array, Array], Array]:
@@ -449,12 +453,16 @@ class Error(NamedTuple):
 
 
 ERRORS = {
-    "ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rcp": Error(1, "ulp"),
-    "sqrt": Error(2**-23, "relative"), "rsqrt": Error(2**-22.9, "relative"),
+    "ex2": Error(2, "ulp"),
+    "div": Error(2, "ulp"),
+    "rcp": Error(1, "ulp"),
+    "sqrt": Error(2**-23, "relative"),
+    "rsqrt": Error(2**-22.9, "relative"),
     "tanh": Error(2**-11, "relative"),
-    "sin": Error(2**-20.5, "absolute"), "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
+    "sin": Error(2**-20.5, "absolute"),
+    "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
     "lg2": Error(2**-22, "absolute"),  # from 0.5 to 2; elsewhere it is relative
-}  # fmt: skip
+}
 
 
 def off_by(exact: Array, error: Error, bits: Array) -> Array:
@@ -471,9 +479,15 @@ def off_by(exact: Array, error: Error, bits: Array) -> Array:
 
 
 _EXACT = {
-    "ex2": np.exp2, "tanh": np.tanh, "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "sin": np.sin,
-    "cos": np.cos, "lg2": np.log2, "rsqrt": lambda x: 1 / np.sqrt(x),
-}  # fmt: skip
+    "ex2": np.exp2,
+    "tanh": np.tanh,
+    "rcp": lambda x: 1 / x,
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "lg2": np.log2,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+}
 
 
 @instruction("{ex2,rsqrt,rcp,sqrt,sin,cos,lg2}.approx[.ftz].f32", "tanh.approx.f32")

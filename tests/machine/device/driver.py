@@ -51,9 +51,20 @@ from .tensor_copies import host_map
 PADDED = ("lse_ptr", "delta_ptr")
 
 FAMILIES = (
-    arithmetic, async_copies, control, global_memory, mbarriers, mma, proxies, roles,
-    shared_memory, stmatrix, tensor_copies, warps, wgmma,
-)  # fmt: skip
+    arithmetic,
+    async_copies,
+    control,
+    global_memory,
+    mbarriers,
+    mma,
+    proxies,
+    roles,
+    shared_memory,
+    stmatrix,
+    tensor_copies,
+    warps,
+    wgmma,
+)
 
 
 @dataclass
@@ -105,9 +116,13 @@ class Machine:
     recorded: list[Recorded] | None = None
 
     def launch(
-        self, text: str, metadata: Any, grid: tuple[int, int, int], values: list,
+        self,
+        text: str,
+        metadata: Any,
+        grid: tuple[int, int, int],
+        values: list,
         tensors: list[Tensor],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run a kernel.
 
         Args:
@@ -131,9 +146,15 @@ class Machine:
         began = time.perf_counter()
         with np.errstate(all="ignore"):
             launch = Launch(
-                program, grid, arguments, memory, metadata.shared, self.order,
-                watches=self.watches, early=self.early,
-            )  # fmt: skip
+                program,
+                grid,
+                arguments,
+                memory,
+                metadata.shared,
+                self.order,
+                watches=self.watches,
+                early=self.early,
+            )
             launch.run()
         self.notes.update(launch.counts)
         self.seconds[name] += time.perf_counter() - began
@@ -196,10 +217,15 @@ class _Launcher:
         flat = list(flattened(list(self.signature.values()), values, maps))
         padded = [x for name, x in zip(self.signature, values, strict=True) if name in PADDED]
         bases = [x.base for x in values if hasattr(x, "block_shape")]
-        tensors = [x for x in flat if isinstance(x, Tensor)] + bases + [
-            x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-            for x in padded if isinstance(x, Tensor)
-        ]  # fmt: skip
+        tensors = (
+            [x for x in flat if isinstance(x, Tensor)]
+            + bases
+            + [
+                x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+                for x in padded
+                if isinstance(x, Tensor)
+            ]
+        )
         machine.launch(function, self.metadata, (x, y, z), flat, tensors)
 
 
@@ -221,11 +247,15 @@ def _driver(target: str) -> Any:
         launcher_cls=_Launcher,
         utils=SimpleNamespace(
             load_binary=lambda name, binary, shared, device: (
-                None, binary.decode(), 0, 0, 1024,
+                None,
+                binary.decode(),
+                0,
+                0,
+                1024,
             ),
             get_device_properties=lambda device: {"max_shared_mem": limit},
         ),
-    )  # fmt: skip
+    )
 
 
 @contextmanager

@@ -36,7 +36,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         ),
         [(2, 19, 3, 32), (2, 19, 3, 32), (18, 32), (18, 32)],
     ),
-}  # fmt: skip
+}
 
 
 def step(call: Callable[..., Tensor], given: list[Tensor], device: str) -> list[Tensor]:

@@ -100,13 +100,21 @@ class Chunk:
         registers = program.initial_registers()
         threads, blocks = np.arange(program.threads, dtype=U32)[None], self.blocks[:, None]
         known = {
-            "%tid.x": threads, "%laneid": threads % 32, "%warpid": threads // 32,
-            "%ntid.x": program.threads, "%ctaid.x": blocks % x, "%ctaid.y": blocks // x % y,
-            "%ctaid.z": blocks // (x * y), "%nctaid.x": x, "%nctaid.y": y, "%nctaid.z": z,
-            "%clusterid.x": blocks % x, "%clusterid.y": blocks // x % y,
+            "%tid.x": threads,
+            "%laneid": threads % 32,
+            "%warpid": threads // 32,
+            "%ntid.x": program.threads,
+            "%ctaid.x": blocks % x,
+            "%ctaid.y": blocks // x % y,
+            "%ctaid.z": blocks // (x * y),
+            "%nctaid.x": x,
+            "%nctaid.y": y,
+            "%nctaid.z": z,
+            "%clusterid.x": blocks % x,
+            "%clusterid.y": blocks // x % y,
             "%clusterid.z": blocks // (x * y),
             **dict.fromkeys(("%ntid.y", "%ntid.z"), 1),
-        }  # fmt: skip
+        }
         for name, slot in program.slots.items():
             if name in known:
                 value = np.asarray(known[name], U32)

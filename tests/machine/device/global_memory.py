@@ -62,8 +62,12 @@ def extended(value: Array, kind: np.dtype) -> Array:
     return value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{kind.itemsize}").view(kind)
 
 
-@instruction(f"{_LOADS}.{_SCALARS}", f"{_LOADS}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
-             f"{_LOADS}.v2.{{b64,u64,f64}}", f"{_LOADS}.v8.b16")  # fmt: skip
+@instruction(
+    f"{_LOADS}.{_SCALARS}",
+    f"{_LOADS}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
+    f"{_LOADS}.v2.{{b64,u64,f64}}",
+    f"{_LOADS}.v8.b16",
+)
 def load(op: Op) -> Run:
     dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1, "b64")
     width, kinds = dtype.itemsize * len(slots), [op.program.kinds[slot] for slot in slots]
@@ -99,8 +103,12 @@ def joined_units(op: Op, place: int):
 _STORES = f"st.global{_HINTS}"
 
 
-@instruction(f"{_STORES}.{_SCALARS}", f"{_STORES}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
-             f"{_STORES}.v2.{{b64,u64,f64}}", f"{_STORES}.v8.b16")  # fmt: skip
+@instruction(
+    f"{_STORES}.{_SCALARS}",
+    f"{_STORES}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
+    f"{_STORES}.v2.{{b64,u64,f64}}",
+    f"{_STORES}.v8.b16",
+)
 def store(op: Op) -> Run:
     address, value = op.address(0, "b64"), joined_units(op, 1)
 

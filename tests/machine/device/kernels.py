@@ -45,8 +45,11 @@ TOKENS = (1, 17, 50, 197, 257)
 KINDS = ("check", "early", "tokens", "training", "configs")
 # tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
 PRECISIONS = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+}
 
 
 class Job(NamedTuple):
@@ -104,9 +107,15 @@ _SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 # dout . v, and where a product sees less of one than of the other, a GPU too is left with tf32's
 # rounding, even of one key, whose dq and dk are 0.
 _OPERANDS = {
-    "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "convolution": (0, 1),
-    "convolution_backward": (0, 1, 2), _SDPA: (0, 1, 2), f"{_SDPA}_backward": (0, 1, 2),
-}  # fmt: skip
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2),
+    _SDPA: (0, 1, 2),
+    f"{_SDPA}_backward": (0, 1, 2),
+}
 
 
 def _token_cases(dtype: torch.dtype) -> list[Case]:
@@ -198,9 +207,13 @@ def run_job(job: Job) -> Outcome:
         fault = first_line(error)
     seconds = time.perf_counter() - began
     return Outcome(
-        job, fault, seconds, sum(machine.seconds.values()), machine.launches.total(),
+        job,
+        fault,
+        seconds,
+        sum(machine.seconds.values()),
+        machine.launches.total(),
         machine.accesses,
-    )  # fmt: skip
+    )
 
 
 def _fault_of(job: Job) -> str | None:
@@ -249,9 +262,12 @@ def _config_fault(job: Job, yardstick: Any) -> str | None:
 
 
 def training_fault(
-    dtype: torch.dtype, yardstick: Any, steps: int = 3, img_size: tuple[int, int] = (24, 16),
+    dtype: torch.dtype,
+    yardstick: Any,
+    steps: int = 3,
+    img_size: tuple[int, int] = (24, 16),
     embed_dim: int = 64,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule.
 
     Args:
@@ -259,9 +275,14 @@ def training_fault(
     """
     torch.manual_seed(0)
     model = VisionTransformer(
-        img_size=img_size, patch_size=8, num_classes=10, embed_dim=embed_dim, depth=2, num_heads=2,
+        img_size=img_size,
+        patch_size=8,
+        num_classes=10,
+        embed_dim=embed_dim,
+        depth=2,
+        num_heads=2,
         init_values=0.5,
-    ).eval()  # fmt: skip
+    ).eval()
     start = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     images, labels = Draw(CPU, dtype)(4, 3, *img_size, grad=False), torch.tensor([1, 7, 0, 3])
 
@@ -315,9 +336,13 @@ def run_all(
         only: jobs whose name has one of these in it.
     """
     wanted = [
-        job for target in targets for name in precisions for kind in kinds
-        for job in jobs(target, name, kind) if not only or any(part in job.name for part in only)
-    ][share[0] :: share[1]]  # fmt: skip
+        job
+        for target in targets
+        for name in precisions
+        for kind in kinds
+        for job in jobs(target, name, kind)
+        if not only or any(part in job.name for part in only)
+    ][share[0] :: share[1]]
     if count == 1:
         yield from map(run_job, wanted)
         return
@@ -351,10 +376,12 @@ def run_device(
     for outcome in run_all(targets, precisions, kinds, count, share, only):
         print(outcome, flush=True)
         found = Counter(
-            passed=int(outcome.fault is None), failed=int(outcome.fault is not None),
-            launches=outcome.launches, accesses=outcome.accesses,
+            passed=int(outcome.fault is None),
+            failed=int(outcome.fault is not None),
+            launches=outcome.launches,
+            accesses=outcome.accesses,
             seconds=math.ceil(outcome.machine),
-        )  # fmt: skip
+        )
         total.update(found)
         place = outcome.job[:3]
         if place not in counts:

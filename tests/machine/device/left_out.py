@@ -194,8 +194,14 @@ def watched(recorded: Recorded, ops: Sequence[Op]) -> dict[int, Seen]:
     return seen
 
 
-_NAMES = ((Race, "race"), (OutOfBounds, "bounds"), (Misaligned, "bounds"), (Deadlock, "deadlock"),
-          (Diverged, "parted"), *left_out_async.NAMES)  # fmt: skip
+_NAMES = (
+    (Race, "race"),
+    (OutOfBounds, "bounds"),
+    (Misaligned, "bounds"),
+    (Deadlock, "deadlock"),
+    (Diverged, "parted"),
+    *left_out_async.NAMES,
+)
 
 
 def outcome(recorded: Recorded, wanted: Sequence[Tensor], odd: Container[str] = ()) -> str:

@@ -21,9 +21,14 @@ from .tensor_copies import WrongMap
 NAMES = ((Unfenced, "fence"), (InFlight, "in flight"), (Miscounted, "count"), (WrongMap, "bounds"))
 
 _LEFT_OUT = (
-    "wgmma.fence", "wgmma.commit", "wgmma.wait", "fence.proxy", "mbarrier.", "cp.async.bulk",
+    "wgmma.fence",
+    "wgmma.commit",
+    "wgmma.wait",
+    "fence.proxy",
+    "mbarrier.",
+    "cp.async.bulk",
     "tensormap.cp_fenceproxy",
-)  # fmt: skip
+)
 
 
 def ordering(program: Program) -> list[Op]:

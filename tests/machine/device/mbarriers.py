@@ -117,9 +117,11 @@ def initialise(op: Op) -> Run:
                 chunk.launch.counts[f"an mbarrier made twice: {op.where[:160]}"] = 1
             arrivals = group.full(count(group.registers))[:, 0]
             for array, value in (
-                (barrier.count, arrivals), (barrier.missing, arrivals),
-                (barrier.bytes, 0), (barrier.phase, 0),
-            ):  # fmt: skip
+                (barrier.count, arrivals),
+                (barrier.missing, arrivals),
+                (barrier.bytes, 0),
+                (barrier.phase, 0),
+            ):
                 array[blocks] = np.broadcast_to(value, n)[blocks]
             for row in () if races is None else np.flatnonzero(blocks[races.rows]):
                 warp = _warps_of(group, threads, races.rows[row])[0]

@@ -17,8 +17,13 @@ from .races import Races
 from .values import POISON_BYTES, Array
 
 # What moves this many bytes at once. The 16 bytes are copied, never computed with.
-UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"),
-         16: np.dtype("c16")}  # fmt: skip
+UNITS = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
 
 
 def _is_aligned(address: Array, mask: Array | None, width: int) -> bool:
@@ -140,9 +145,10 @@ class GlobalMemory:
 
     def _describe(self, address: int) -> str:
         near = min(
-            self.regions, key=lambda r: min(abs(address - r.start), abs(address - r.end)),
+            self.regions,
+            key=lambda r: min(abs(address - r.start), abs(address - r.end)),
             default=None,
-        )  # fmt: skip
+        )
         if near is None:
             return f"address {address:#x}, and the launch has no tensor"
         return (
@@ -207,8 +213,13 @@ class SharedMemory:
         return offset
 
     def load(
-        self, address: Array, width: int, mask: Array | None, op: Op, warp: Array,
-    ) -> Array:  # fmt: skip
+        self,
+        address: Array,
+        width: int,
+        mask: Array | None,
+        op: Op,
+        warp: Array,
+    ) -> Array:
         """Units of `width` bytes for each thread; where it does not run, any.
 
         Args:
@@ -228,8 +239,13 @@ class SharedMemory:
         return units.reshape(-1).take((offset + self._first) // width)
 
     def store(
-        self, address: Array, value: Array, mask: Array | None, op: Op, warp: Array,
-    ) -> None:  # fmt: skip
+        self,
+        address: Array,
+        value: Array,
+        mask: Array | None,
+        op: Op,
+        warp: Array,
+    ) -> None:
         width = value.dtype.itemsize
         if mask is not None and not mask.any():
             return

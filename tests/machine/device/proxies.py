@@ -45,8 +45,9 @@ def fence_async_proxy(op: Op) -> Run:
     return run
 
 
-@instruction("fence.mbarrier_init.release.cluster", "fence.acq_rel.{cta,cluster,gpu}",
-             "membar.{cta,gl}")  # fmt: skip
+@instruction(
+    "fence.mbarrier_init.release.cluster", "fence.acq_rel.{cta,cluster,gpu}", "membar.{cta,gl}"
+)
 def fence(op: Op) -> Run:
     """Orders what one thread does; without a barrier or mbarrier it says nothing to another."""
     return lambda group: None

@@ -34,10 +34,18 @@ def text_of(body: str, threads: int = 32, parameters: Sequence[str] = ()) -> str
 
 
 def run(
-    body: str, registers: Mapping[str, Any] | None = None, *, threads: int = 32, blocks: int = 1,
-    shared: int = 0, tensors: Sequence[Tensor] = (), arguments: Sequence[tuple[str, Any]] = (),
-    order: int = 0, early: bool = False, begins: Array | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    body: str,
+    registers: Mapping[str, Any] | None = None,
+    *,
+    threads: int = 32,
+    blocks: int = 1,
+    shared: int = 0,
+    tensors: Sequence[Tensor] = (),
+    arguments: Sequence[tuple[str, Any]] = (),
+    order: int = 0,
+    early: bool = False,
+    begins: Array | None = None,
+) -> dict[str, Any]:
     """Run these lines by all threads of some blocks.
 
     Args:
@@ -53,9 +61,7 @@ def run(
     program = Program(text_of(body, threads, [type for type, _ in arguments]))
     values = [argument(type, value) for type, value in arguments]
     memory = GlobalMemory(tensors)
-    launch = Launch(
-        program, (blocks, 1, 1), values, memory, shared, order, early=early
-    )  # fmt: skip
+    launch = Launch(program, (blocks, 1, 1), values, memory, shared, order, early=early)
     chunk = Chunk(launch, np.arange(blocks, dtype=np.uint32))
     group = chunk.groups[0]
     for name, value in (registers or {}).items():

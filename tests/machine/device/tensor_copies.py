@@ -28,11 +28,21 @@ from .program import SHARED_BASE, Op
 from .registry import Run, instruction
 from .values import POISON_BYTES, Array
 
-MAP = np.dtype([
-    ("global_address", "u8"), ("global_stride", "u8", 4), ("rank", "u4"), ("elemtype", "u4"),
-    ("interleave_layout", "u4"), ("swizzle_mode", "u4"), ("fill_mode", "u4"), ("box_dim", "u4", 5),
-    ("global_dim", "u4", 5), ("element_stride", "u4", 5), ("unused", "u4", 2),
-])  # fmt: skip
+MAP = np.dtype(
+    [
+        ("global_address", "u8"),
+        ("global_stride", "u8", 4),
+        ("rank", "u4"),
+        ("elemtype", "u4"),
+        ("interleave_layout", "u4"),
+        ("swizzle_mode", "u4"),
+        ("fill_mode", "u4"),
+        ("box_dim", "u4", 5),
+        ("global_dim", "u4", 5),
+        ("element_stride", "u4", 5),
+        ("unused", "u4", 2),
+    ]
+)
 # By elemtype: u8, u16, u32, s32, u64, s64, f16, f32, f32.ftz, f64, bf16
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)
 SPANS = (1, 2, 4, 8)  # units of 16 bytes, by swizzle_mode: none, 32, 64, 128 bytes
@@ -41,18 +51,24 @@ _BOX = re.compile(r"\[\s*(%?[\w$]+)\s*,\s*(\{[^}]*\})\s*\]")
 
 
 def host_map(
-    x: Tensor, box: Sequence[int], swizzle: int, elemtype: int,
-    shape: Sequence[int] | None = None, strides: Sequence[int] | None = None,
-) -> Array:  # fmt: skip
+    x: Tensor,
+    box: Sequence[int],
+    swizzle: int,
+    elemtype: int,
+    shape: Sequence[int] | None = None,
+    strides: Sequence[int] | None = None,
+) -> Array:
     """The bytes of a map of x, or of a tensor that begins where x does, outermost axis first."""
     m = np.zeros((), MAP)
     shape, strides = x.shape if shape is None else shape, strides or x.stride()
     m["global_address"], m["rank"], m["elemtype"] = x.data_ptr(), len(shape) - 1, elemtype
     m["swizzle_mode"] = swizzle
     for name, values in (
-        ("box_dim", box), ("global_dim", shape), ("element_stride", [1] * len(shape)),
+        ("box_dim", box),
+        ("global_dim", shape),
+        ("element_stride", [1] * len(shape)),
         ("global_stride", [n * x.element_size() for n in strides[:-1]]),
-    ):  # fmt: skip
+    ):
         m[name][: len(values)] = values[::-1]
     return m.reshape(1).view(np.uint8)
 
@@ -301,9 +317,12 @@ FIELDS = dict(MAP.fields or {})
 
 
 @instruction(
-    *(f"tensormap.replace.tile.{name}.shared::cta.b1024.b{8 * kind.base.itemsize}"
-      for name, (kind, *_) in FIELDS.items() if name != "unused")
-)  # fmt: skip
+    *(
+        f"tensormap.replace.tile.{name}.shared::cta.b1024.b{8 * kind.base.itemsize}"
+        for name, (kind, *_) in FIELDS.items()
+        if name != "unused"
+    )
+)
 def replace_field(op: Op) -> Run:
     """[map], value; or of a field with axes [map], axis, value."""
     field = FIELDS[op.parts[3]]
@@ -345,9 +364,11 @@ def publish_map(op: Op) -> Run:
         units = group.shared.load(sources, 16, runs, op, warps)
         shape = np.broadcast_shapes(targets.shape, units.shape, runs.shape)
         group.memory.store(
-            np.broadcast_to(targets, shape), np.broadcast_to(units, shape),
-            np.broadcast_to(runs, shape), op,
-        )  # fmt: skip
+            np.broadcast_to(targets, shape),
+            np.broadcast_to(units, shape),
+            np.broadcast_to(runs, shape),
+            op,
+        )
         made = np.broadcast_to(targets, shape)[:, ::8][np.broadcast_to(runs, shape)[:, ::8]]
         for address in made:
             group.chunk.extra.setdefault("maps", {})[int(address)] = None

@@ -17,8 +17,12 @@ from tests.machine.device.snippets import run
 THREADS = 128
 BITS = {"pred": 1, "bf16": 16, "bf16x2": 32, "f16x2": 32, "tf32": 32}
 FORMS = {  # bits of the mantissa with the hidden one, exponent of the least number
-    "f32": (24, -149), "bf16": (8, -133), "f16": (11, -24), "tf32": (11, -136), "f64": (53, -1074),
-}  # fmt: skip
+    "f32": (24, -149),
+    "bf16": (8, -133),
+    "f16": (11, -24),
+    "tf32": (11, -136),
+    "f64": (53, -1074),
+}
 
 
 def bits_of(type):
@@ -64,8 +68,11 @@ def number(type, bits):
     precision = FORMS[type][0]
     if type in ("bf16", "tf32"):
         bits, type = bits << (16 if type == "bf16" else 0), "f32"
-    kind = {"f32": (np.uint32, np.float32), "f16": (np.uint16, np.float16),
-            "f64": (np.uint64, np.float64)}[type]  # fmt: skip
+    kind = {
+        "f32": (np.uint32, np.float32),
+        "f16": (np.uint16, np.float16),
+        "f64": (np.uint64, np.float64),
+    }[type]
     assert precision
     return Fraction(float(kind[0](bits).view(kind[1])))
 
@@ -130,13 +137,20 @@ INTEGER = {
     "sub": lambda a, b: a - b,
     "div": lambda a, b: truncated(a, b) if b else None,
     "rem": lambda a, b: a - truncated(a, b) * b if b else None,
-    "min": min, "max": max,
-    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
-}  # fmt: skip
+    "min": min,
+    "max": max,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
 FLOAT = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "min": min, "max": max, "div": lambda a, b: a / b if b else None,
-}  # fmt: skip
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "min": min,
+    "max": max,
+    "div": lambda a, b: a / b if b else None,
+}
 
 
 def two_operands(name):
@@ -280,17 +294,23 @@ def funnel(name):
 
 def counting(name):
     oracle = {
-        "popc": lambda a: a.bit_count(), "clz": lambda a: 32 - a.bit_length(),
+        "popc": lambda a: a.bit_count(),
+        "clz": lambda a: 32 - a.bit_length(),
         "brev": lambda a: int(f"{a:032b}"[::-1], 2),
-    }  # fmt: skip
+    }
     check(name, ["b32"], "b32", oracle[name.split(".")[0]])
 
 
 COMPARE = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "num": lambda a, b: True, "nan": lambda a, b: False,
-}  # fmt: skip
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "num": lambda a, b: True,
+    "nan": lambda a, b: False,
+}
 
 
 def comparison(name):
@@ -309,8 +329,9 @@ def comparison(name):
 
 def comparison_of_pairs(name, type, compare):
     given = [np.array(values(type, i), np.uint32) for i in range(2)]
-    found = run(f"{name} %p1|%p2, %r1, %r2;", dict(zip(("%r1", "%r2"), given, strict=True)),
-                threads=THREADS)  # fmt: skip
+    found = run(
+        f"{name} %p1|%p2, %r1, %r2;", dict(zip(("%r1", "%r2"), given, strict=True)), threads=THREADS
+    )
     for register, shift in (("%p1", 0), ("%p2", 16)):
         halves = [[number(type[:-2], int(x) >> shift & 0xFFFF) for x in each] for each in given]
         wanted = [compare(a, b) for a, b in zip(*halves, strict=True)]
@@ -350,9 +371,12 @@ def conversion(name):
         return check(name, [source], target, lambda a: Fraction(way[parts[1]](a)))
     if target in FORMS:
         return check(
-            name, [source], target, lambda a: rounded(Fraction(a), target, parts[1] == "rna"),
+            name,
+            [source],
+            target,
+            lambda a: rounded(Fraction(a), target, parts[1] == "rna"),
             given=given,
-        )  # fmt: skip
+        )
     # A result of 8 bits stands in a register of 16, extended by its sign.
     n, width = bits_of(target), max(16, bits_of(target))
     return check(name, [source], f"{target[0]}{width}", lambda a: number(target, a % 2**n))
@@ -363,9 +387,16 @@ def truncate(x):
 
 
 EXACT = {
-    "ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt,
-    "sin": np.sin, "cos": np.cos, "lg2": np.log2, "tanh": np.tanh, "div": np.divide,
-}  # fmt: skip
+    "ex2": np.exp2,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "rcp": lambda x: 1 / x,
+    "sqrt": np.sqrt,
+    "sin": np.sin,
+    "cos": np.cos,
+    "lg2": np.log2,
+    "tanh": np.tanh,
+    "div": np.divide,
+}
 
 
 def approximate(name):
@@ -418,9 +449,17 @@ ORACLES = {
     **dict.fromkeys(("popc", "clz", "brev"), counting),
     **dict.fromkeys(("ex2", "rsqrt", "sin", "cos", "lg2", "tanh"), approximate),
     **dict.fromkeys(("sqrt", "rcp"), root),
-    "fma": fused, "lop3": any_function, "prmt": permutation, "shf": funnel, "setp": comparison,
-    "selp": choice, "mov": copy, "cvt": conversion, "cvta": copy, "copysign": sign_copied,
-}  # fmt: skip
+    "fma": fused,
+    "lop3": any_function,
+    "prmt": permutation,
+    "shf": funnel,
+    "setp": comparison,
+    "selp": choice,
+    "mov": copy,
+    "cvt": conversion,
+    "cvta": copy,
+    "copysign": sign_copied,
+}
 BY_OPCODE = {
     opcode: sorted(name for name in INSTRUCTIONS if name.split(".")[0] == opcode)
     for opcode in ORACLES
@@ -481,10 +520,21 @@ def test_special_values(name, given, wanted):
     assert is_nan if wanted == NAN else found == wanted, hex(found)
 
 
-@pytest.mark.parametrize(("comparison", "holds"), [
-    ("lt", 0), ("ge", 0), ("eq", 0), ("ne", 0), ("ltu", 1), ("geu", 1), ("neu", 1), ("equ", 1),
-    ("num", 0), ("nan", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("comparison", "holds"),
+    [
+        ("lt", 0),
+        ("ge", 0),
+        ("eq", 0),
+        ("ne", 0),
+        ("ltu", 1),
+        ("geu", 1),
+        ("neu", 1),
+        ("equ", 1),
+        ("num", 0),
+        ("nan", 1),
+    ],
+)
 def test_comparisons_with_nan(comparison, holds):
     registers = {"%r1": np.uint32(NAN), "%r2": np.uint32(ONE)}
     assert run(f"setp.{comparison}.f32 %p1, %r1, %r2;", registers)["%p1"][0, 0] == holds
@@ -501,16 +551,21 @@ def test_pairs_are_compared_half_by_half(type, one, nan):
 
 
 def test_registers_are_taken_apart_and_put_together():
-    found = run("mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r2, {%rs2, %rs1}; mov.b64 %rd1, {%r1, %r2};"
-                "mov.b64 {_, %r3}, %rd1;", {"%r1": 0x1234ABCD})  # fmt: skip
+    found = run(
+        "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r2, {%rs2, %rs1}; mov.b64 %rd1, {%r1, %r2};"
+        "mov.b64 {_, %r3}, %rd1;",
+        {"%r1": 0x1234ABCD},
+    )
     assert found["%rs1"][0, 0] == 0xABCD and found["%rs2"][0, 0] == 0x1234
     assert found["%r2"][0, 0] == found["%r3"][0, 0] == 0xABCD1234
     assert found["%rd1"][0, 0] == 0xABCD12341234ABCD
 
 
 def test_literals():
-    found = run("mov.b32 %r1, 0f3F800000; add.s32 %r2, %r3, -7; mov.b64 %rd1, -1;"
-                "and.b32 %r4, %r3, 0xF0;", {"%r3": 0xFF})  # fmt: skip
+    found = run(
+        "mov.b32 %r1, 0f3F800000; add.s32 %r2, %r3, -7; mov.b64 %rd1, -1;and.b32 %r4, %r3, 0xF0;",
+        {"%r3": 0xFF},
+    )
     assert found["%r1"][0, 0] == ONE and found["%r2"][0, 0] == 0xF8
     assert found["%rd1"][0, 0] == 2**64 - 1 and found["%r4"][0, 0] == 0xF0
 

@@ -53,13 +53,22 @@ print("right")
 """
 
 
-@pytest.mark.parametrize(("T", "D", "order", "dtype", "what"), [
-    (197, 64, 0, "bfloat16", "fwd"), (257, 64, 1, "float16", "fwd"), (150, 56, 2, "float16", "fwd"),
-    (350, 64, 2, "bfloat16", "fwd"), (197, 128, 2, "bfloat16", "fwd"),
-    (288, 128, 1, "float16", "fwd"), (100, 32, 1, "bfloat16", "fwd"),
-    (197, 64, 1, "bfloat16", "bwd"), (150, 64, 0, "float16", "bwd"), (256, 64, 2, "float16", "bwd"),
-    (197, 64, 2, "bfloat16", "bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("T", "D", "order", "dtype", "what"),
+    [
+        (197, 64, 0, "bfloat16", "fwd"),
+        (257, 64, 1, "float16", "fwd"),
+        (150, 56, 2, "float16", "fwd"),
+        (350, 64, 2, "bfloat16", "fwd"),
+        (197, 128, 2, "bfloat16", "fwd"),
+        (288, 128, 1, "float16", "fwd"),
+        (100, 32, 1, "bfloat16", "fwd"),
+        (197, 64, 1, "bfloat16", "bwd"),
+        (150, 64, 0, "float16", "bwd"),
+        (256, 64, 2, "float16", "bwd"),
+        (197, 64, 2, "bfloat16", "bias"),
+    ],
+)
 def test_attention(T, D, order, dtype, what):
     """By the 2x rule, and the same bits twice: six heads on two SMs, so that each ring goes round
     and groups have tiles of several heads; all keys at once or chunk by chunk; the other direction

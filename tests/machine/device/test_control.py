@@ -46,7 +46,8 @@ def test_blocks_out_of_order():
 
 def test_loops_of_different_lengths():
     """Thread l of block b goes round l + 10 b + 1 times; nested in it, a loop of 3."""
-    found = run("""
+    found = run(
+        """
         mad.lo.s32 %r1, %ctaid.x, 10, %tid.x;
         mov.b32 %r2, 0; mov.b32 %r4, 0;
         AGAIN: add.s32 %r2, %r2, 1;
@@ -56,7 +57,9 @@ def test_loops_of_different_lengths():
         @%p2 bra INNER;
         setp.le.s32 %p1, %r2, %r1;
         @%p1 bra AGAIN;
-    """, blocks=2)  # fmt: skip
+    """,
+        blocks=2,
+    )
     wanted = LANES + 10 * np.arange(2)[:, None] + 1
     assert np.array_equal(found["%r2"], wanted) and np.array_equal(found["%r4"], 3 * wanted)
 
@@ -64,8 +67,12 @@ def test_loops_of_different_lengths():
 def test_where_threads_meet():
     # 0 -> 1, 2; 1 -> 3; 2 -> 3, END; 3 -> 3, 4; 4 -> END
     assert immediate_post_dominators([[1, 2], [3], [3, END], [3, 4], [END]]) == [
-        END, 3, END, 4, END,
-    ]  # fmt: skip
+        END,
+        3,
+        END,
+        4,
+        END,
+    ]
 
 
 def test_labels_and_registers_belong_to_their_braces():
@@ -129,15 +136,18 @@ def test_a_deadlock_names_the_barriers():
 # Warps
 
 
-@pytest.mark.parametrize(("name", "b", "c", "wanted"), [
-    ("shfl.sync.bfly.b32", 5, 31, LANES ^ 5),
-    ("shfl.sync.idx.b32", 7, 31, np.full(32, 7)),
-    ("shfl.sync.idx.b32", 3, 0x181F, LANES // 8 * 8 + 3),  # segments of 8
-    ("shfl.sync.up.b32", 4, 0, np.where(LANES >= 4, LANES - 4, LANES)),
-    ("shfl.sync.up.b32", 1, 0x1800, np.where(LANES % 8 >= 1, LANES - 1, LANES)),
-    ("shfl.sync.down.b32", 4, 31, np.where(LANES < 28, LANES + 4, LANES)),
-    ("shfl.sync.bfly.b32", 16, 31, LANES ^ 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "b", "c", "wanted"),
+    [
+        ("shfl.sync.bfly.b32", 5, 31, LANES ^ 5),
+        ("shfl.sync.idx.b32", 7, 31, np.full(32, 7)),
+        ("shfl.sync.idx.b32", 3, 0x181F, LANES // 8 * 8 + 3),  # segments of 8
+        ("shfl.sync.up.b32", 4, 0, np.where(LANES >= 4, LANES - 4, LANES)),
+        ("shfl.sync.up.b32", 1, 0x1800, np.where(LANES % 8 >= 1, LANES - 1, LANES)),
+        ("shfl.sync.down.b32", 4, 31, np.where(LANES < 28, LANES + 4, LANES)),
+        ("shfl.sync.bfly.b32", 16, 31, LANES ^ 16),
+    ],
+)
 def test_shuffles(name, b, c, wanted):
     body = f"{name} %r1|%p1, %r2, {b}, {c}, -1;"
     found = run(body, {"%r2": np.arange(64) + 100}, threads=64)
@@ -161,8 +171,14 @@ def test_reductions(name):
     draw = np.random.default_rng(0)
     numbers = draw.integers(0, 2**32, 64, dtype=np.uint32)
     found = run(f"{name} %r1, %r2, -1;", {"%r2": numbers}, threads=64)["%r1"][0]
-    reduce = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-              "or": np.bitwise_or, "xor": np.bitwise_xor}[name.split(".")[2]].reduce  # fmt: skip
+    reduce = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[name.split(".")[2]].reduce
     for warp in (slice(0, 32), slice(32, 64)):
         seen = numbers[warp].view(np.int32) if name.endswith("s32") else numbers[warp]
         assert (found[warp] == np.uint32(int(reduce(seen)) % 2**32)).all()
@@ -213,8 +229,10 @@ def test_mma(name, blocks):
         registers[f"%r{20 + i}"] = bits.astype(np.uint32)
     for i in range(4):
         registers[f"%r{30 + i}"] = c[:, g + 8 * (i // 2), 2 * t + i % 2]
-    lists = ["{" + ", ".join(f"%r{start + i}" for i in range(n)) + "}"
-             for start, n in ((40, 4), (10, count), (20, count // 2), (30, 4))]  # fmt: skip
+    lists = [
+        "{" + ", ".join(f"%r{start + i}" for i in range(n)) + "}"
+        for start, n in ((40, 4), (10, count), (20, count // 2), (30, 4))
+    ]
     found = run(f"{name} {', '.join(lists)};", registers, blocks=blocks)
     wanted = a @ b + c
     for i in range(4):

@@ -84,10 +84,16 @@ print("right")
 """
 
 
-@pytest.mark.parametrize(("what", "dtype", "order"), [
-    ("gelu", "bfloat16", 0), ("residual", "float16", 1), ("everything", "bfloat16", 2),
-    ("mlp", "float16", 2), ("mlp, rebuilt", "bfloat16", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "dtype", "order"),
+    [
+        ("gelu", "bfloat16", 0),
+        ("residual", "float16", 1),
+        ("everything", "bfloat16", 2),
+        ("mlp", "float16", 2),
+        ("mlp, rebuilt", "bfloat16", 1),
+    ],
+)
 def test_roles(what, dtype, order):
     """Forward and backward by the 2x rule, the same bits twice; two programs of three tiles, so
     that the ring goes round; the groups run in other orders."""

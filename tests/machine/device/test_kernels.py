@@ -99,8 +99,14 @@ def test_every_config_runs_but_for_those_of_other_gpus():
     """Of sm_100 alone: close one-pass tiles. Of AMD alone: narrow tiles, 128 x 128 in 64 KB. One of
     attention's, four warps with three stages of 128 queries, fits no GPU. Those in Gluon want a
     head for every SM: test_attention_in_turns.py."""
-    wanted = {"attention_bwd": 1, "attention_bwd_one_pass": 2, "attention_fwd": 2,
-              "linear_fwd": 1, "mlp_bwd_hidden": 1, "narrow_mlp_fwd": 2}  # fmt: skip
+    wanted = {
+        "attention_bwd": 1,
+        "attention_bwd_one_pass": 2,
+        "attention_fwd": 2,
+        "linear_fwd": 1,
+        "mlp_bwd_hidden": 1,
+        "narrow_mlp_fwd": 2,
+    }
     assert Counter(json.loads(python("-c", REACHED))) == wanted
 
 
@@ -140,8 +146,10 @@ OTHER = triton.__version__ != gate.Record.read(gate.TABLE).triton
 @pytest.mark.skipif(OTHER, reason="the table is of another triton")
 def test_the_table_says_what_a_sample_of_it_gives():
     table = [row for row in read() if row.target == "sm_80"]
-    asked = [({row.kernel: row.case for row in table}[kernel], kernel, every)
-             for kernel, every in SAMPLED.items()]  # fmt: skip
+    asked = [
+        ({row.kernel: row.case for row in table}[kernel], kernel, every)
+        for kernel, every in SAMPLED.items()
+    ]
     lines = python("-c", SAMPLE, json.dumps(asked)).splitlines()
     assert len(lines) == len(asked)
     for line, (_, kernel, every) in zip(lines, asked, strict=True):

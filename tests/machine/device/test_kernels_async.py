@@ -10,8 +10,9 @@ from .test_kernels import device, python
 @pytest.mark.parametrize("number", range(2))
 def test_every_case_of_check(number):
     """wgmma, TMA, mbarriers as they ship, operands read late."""
-    said = device("--arch", "sm_90", "--precision", "bf16", "--kind", "check", "--share",
-                  str(number), "2")  # fmt: skip
+    said = device(
+        "--arch", "sm_90", "--precision", "bf16", "--kind", "check", "--share", str(number), "2"
+    )
     assert "23 passed, 0 failed" in said
 
 
@@ -24,8 +25,9 @@ def test_operands_read_early():
 
 def test_a_convolution_is_compared_in_tf32():
     """Its gradients too: PyTorch's own products see the upper bits alone."""
-    said = device("--arch", "sm_90", "--precision", "tf32", "--kind", "check",
-                  "--only", "patch_embed, uint8")  # fmt: skip
+    said = device(
+        "--arch", "sm_90", "--precision", "tf32", "--kind", "check", "--only", "patch_embed, uint8"
+    )
     assert "1 passed, 0 failed" in said
 
 
@@ -54,10 +56,15 @@ print("right")
 """
 
 
-@pytest.mark.parametrize(("arch", "sizes"), [
-    ("sm_80", (256, 70, 70)), ("sm_90", (136, 70, 70)), ("sm_90", (256, 20, 20)),
-    ("sm_90", (64, 16, 197)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arch", "sizes"),
+    [
+        ("sm_80", (256, 70, 70)),
+        ("sm_90", (136, 70, 70)),
+        ("sm_90", (256, 20, 20)),
+        ("sm_90", (64, 16, 197)),
+    ],
+)
 def test_attention_of_wide_heads_and_of_few_queries(arch, sizes):
     """`check` has neither: their tiles have other warps."""
     assert "right" in python("-c", SDPA, arch, *map(str, sizes))
@@ -102,10 +109,19 @@ def test_each_row_of_the_table_is_explained():
     assert all(row.why.startswith(("needless", "beyond", "not reached")) for row in rows if row.why)
 
 
-@pytest.mark.parametrize("kind", [
-    "wgmma.fence, left out", "wgmma.wait_group, left out", "wgmma.wait_group, another number",
-    "wgmma.commit_group, left out", "fence.proxy, left out", "bar.sync, left out",
-    "mbarrier.init, left out", "mbarrier.arrive, left out", "mbarrier.try_wait, left out",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "wgmma.fence, left out",
+        "wgmma.wait_group, left out",
+        "wgmma.wait_group, another number",
+        "wgmma.commit_group, left out",
+        "fence.proxy, left out",
+        "bar.sync, left out",
+        "mbarrier.init, left out",
+        "mbarrier.arrive, left out",
+        "mbarrier.try_wait, left out",
+    ],
+)
 def test_of_each_kind_some_are_noticed(kind):
     assert any(row.noticed for row in read(table_of("sm_90")) if kind_of(row) == kind)

@@ -71,13 +71,20 @@ def test_loads_and_stores(name):
         assert np.array_equal(held, wanted.view(held.dtype)), (name, i)
 
 
-@pytest.mark.parametrize(("type", "value", "wanted"), [
-    ("u32", 7, 7), ("s32", -1, 2**64 - 1), ("u8", 200, 200), ("f32", 1.0, 0x3F800000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("type", "value", "wanted"),
+    [
+        ("u32", 7, 7),
+        ("s32", -1, 2**64 - 1),
+        ("u8", 200, 200),
+        ("f32", 1.0, 0x3F800000),
+    ],
+)
 def test_parameters(type, value, wanted):
-    assert run(f"ld.param.{type} %rd1, [snippet_param_0];", arguments=[(type, value)])[
-        "%rd1"
-    ][0, 0] == wanted  # fmt: skip
+    assert (
+        run(f"ld.param.{type} %rd1, [snippet_param_0];", arguments=[(type, value)])["%rd1"][0, 0]
+        == wanted
+    )
 
 
 @pytest.mark.parametrize("name", memory_forms("ld.param"))
@@ -142,9 +149,12 @@ def test_shared_memory_has_bounds_and_starts_as_poison():
 
 
 def test_a_variable_in_shared_memory():
-    found = run(".shared .align 4 .b8 mine[128]; mov.b32 %r1, mine;"
-                "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x;"
-                "ld.shared.b32 %r3, [mine+12];", shared=128)  # fmt: skip
+    found = run(
+        ".shared .align 4 .b8 mine[128]; mov.b32 %r1, mine;"
+        "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x;"
+        "ld.shared.b32 %r3, [mine+12];",
+        shared=128,
+    )
     assert (found["%r3"] == 3).all()
 
 
@@ -163,8 +173,10 @@ def test_ldmatrix(name, blocks):
         f"{BASE} mad.lo.s32 %r1, %tid.x, 16, %r100; mad.lo.s32 %r2, %r3, 16, %r100; {stores}"
         f"bar.warp.sync -1;"
         f"{name} {{{slots}}}, [%r2];",
-        {**registers, "%r3": places}, shared=512, blocks=blocks,
-    )  # fmt: skip
+        {**registers, "%r3": places},
+        shared=512,
+        blocks=blocks,
+    )
     rows = numbers.reshape(blocks, 32, 8)
     for block in range(blocks):
         for j in range(count):
@@ -196,12 +208,22 @@ ARRIVED, ON_ITS_WAY = 4 * LANES, 0x7FFF7FFF
 @pytest.mark.parametrize("name", memory_forms("cp.async.cg"))
 def test_a_copy_lands_at_the_wait_that_covers_it(name):
     issue = ISSUE.replace("cp.async.cg.shared.global", name)
-    for waits, arrived in (("", 0), ("cp.async.wait_group 2;", 0), ("cp.async.wait_group 1;", 1),
-                           ("cp.async.wait_group 0;", 2), ("cp.async.wait_all;", 2)):  # fmt: skip
+    for waits, arrived in (
+        ("", 0),
+        ("cp.async.wait_group 2;", 0),
+        ("cp.async.wait_group 1;", 1),
+        ("cp.async.wait_group 0;", 2),
+        ("cp.async.wait_all;", 2),
+    ):
         first, second, *_ = copies(
-            issue.format(0) + COMMIT + issue.format(512) + COMMIT + waits
-            + READ.format(10, "") + READ.format(11, "+512")
-        )  # fmt: skip
+            issue.format(0)
+            + COMMIT
+            + issue.format(512)
+            + COMMIT
+            + waits
+            + READ.format(10, "")
+            + READ.format(11, "+512")
+        )
         assert (first == (ARRIVED if arrived >= 1 else ON_ITS_WAY)).all(), waits
         assert (second == (ARRIVED + 128 if arrived >= 2 else ON_ITS_WAY)).all(), waits
 
@@ -223,19 +245,28 @@ def test_a_copy_poisons_what_was_there():
 def test_a_copy_of_no_bytes_gives_zeros(name):
     body = "setp.lt.s32 %p1, %tid.x, 8; selp.b32 %r2, 16, 0, %p1;"
     first, *_ = copies(
-        body + f"{name} [%r1], [%rd1], 16, %r2;" + COMMIT
-        + "cp.async.wait_group 0;" + READ.format(10, "")
-    )  # fmt: skip
+        body
+        + f"{name} [%r1], [%rd1], 16, %r2;"
+        + COMMIT
+        + "cp.async.wait_group 0;"
+        + READ.format(10, "")
+    )
     assert first.tolist() == [*range(0, 32, 4)] + [0] * 24
 
 
 def test_groups_are_counted_by_block():
     """The first block issues one group more, then both wait for all but one."""
     lines = (
-        "setp.eq.s32 %p1, %ctaid.x, 0;" + ISSUE.format(0) + COMMIT
-        + "@!%p1 bra SKIP;" + ISSUE.format(512) + COMMIT + "SKIP:"
-        + "cp.async.wait_group 1;" + READ.format(10, "")
-    )  # fmt: skip
+        "setp.eq.s32 %p1, %ctaid.x, 0;"
+        + ISSUE.format(0)
+        + COMMIT
+        + "@!%p1 bra SKIP;"
+        + ISSUE.format(512)
+        + COMMIT
+        + "SKIP:"
+        + "cp.async.wait_group 1;"
+        + READ.format(10, "")
+    )
     x = torch.arange(4 * 32 * 4, dtype=torch.int32)
     found = run(COPY + lines, shared=4 * 512, blocks=2, **pointer(x))["%r10"]
     assert (found[0] == ARRIVED).all() and (found[1] == ON_ITS_WAY).all()
@@ -290,8 +321,11 @@ def test_lanes_that_name_no_row_of_ldmatrix_do_not_count():
     # Lanes 8 and above of warp 0 point at rows of warp 1.
     run(body + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r7}, [%r6];", threads=64, shared=2048)
     with pytest.raises(Race):
-        run(body + "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r7, %r8}, [%r6];", threads=64,
-            shared=2048)  # fmt: skip
+        run(
+            body + "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r7, %r8}, [%r6];",
+            threads=64,
+            shared=2048,
+        )
 
 
 def test_a_copy_counts_as_written_where_it_was_waited_for():

@@ -30,11 +30,14 @@ def test_each_instruction_has_a_unit_test():
     assert " ".join(sorted(set(INSTRUCTIONS) - set(names_in_tests()))) == ""
 
 
-@pytest.mark.parametrize(("pattern", "names"), [
-    ("ret", ["ret"]),
-    ("mul.{lo,hi}.s32", ["mul.lo.s32", "mul.hi.s32"]),
-    ("fence.proxy.async[.shared::cta]", ["fence.proxy.async", "fence.proxy.async.shared::cta"]),
-    ("ld{,.nc}.{b8,b16}", ["ld.b8", "ld.b16", "ld.nc.b8", "ld.nc.b16"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("ret", ["ret"]),
+        ("mul.{lo,hi}.s32", ["mul.lo.s32", "mul.hi.s32"]),
+        ("fence.proxy.async[.shared::cta]", ["fence.proxy.async", "fence.proxy.async.shared::cta"]),
+        ("ld{,.nc}.{b8,b16}", ["ld.b8", "ld.b16", "ld.nc.b8", "ld.nc.b16"]),
+    ],
+)
 def test_what_a_pattern_stands_for(pattern, names):
     assert list(expand(pattern)) == names

@@ -41,8 +41,7 @@ ELEMENT_TYPES = {torch.float32: 7, torch.float16: 6, torch.bfloat16: 10}
 def copies(body, x, box, at=(0, 0), swizzle=0, **options):
     """Run lines with %rd1 the address of a map of x and %r1, %r2 the box's place."""
     mapped = torch.from_numpy(host_map(x, box, swizzle, ELEMENT_TYPES[x.dtype]))
-    given = {"%rd1": np.uint64(mapped.data_ptr()), "%r1": np.int32(at[1]),
-             "%r2": np.int32(at[0])}  # fmt: skip
+    given = {"%rd1": np.uint64(mapped.data_ptr()), "%r1": np.int32(at[1]), "%r2": np.int32(at[0])}
     options = {"threads": 64, "shared": 8192, "tensors": [x, mapped], **options}
     given = {name: value for name, value in given.items() if name in body}
     return run(body, given | options.pop("registers", {}), **options)
@@ -61,9 +60,13 @@ def test_a_map_that_is_passed_by_value():
     body = "mov.b64 %rd1, snippet_param_0; cvta.param.u64 %rd1, %rd1;" + expecting(2048) + wait()
     mapped = host_map(x, (16, 32), 0, ELEMENT_TYPES[x.dtype])
     found = run(
-        body, {"%r1": np.int32(0), "%r2": np.int32(8)}, threads=64, shared=8192,
-        tensors=[x], arguments=[("b8", mapped)],
-    )  # fmt: skip
+        body,
+        {"%r1": np.int32(0), "%r2": np.int32(8)},
+        threads=64,
+        shared=8192,
+        tensors=[x],
+        arguments=[("b8", mapped)],
+    )
     wanted = torch.cat([x[8:, :32], torch.zeros(4, 32)])
     assert (found["shared"][0, :2048].view(np.float32).reshape(16, 32) == wanted.numpy()).all()
 
@@ -185,8 +188,10 @@ def test_what_is_no_mbarrier():
 def test_maps_that_do_not_fit():
     x = torch.ones(16, 64)
     for box, swizzle, kind in (
-        ((16, 64), 3, WrongMap), ((16, 3), 0, WrongMap), ((16, 16), 3, NotImplementedError),
-    ):  # fmt: skip
+        ((16, 64), 3, WrongMap),
+        ((16, 3), 0, WrongMap),
+        ((16, 16), 3, NotImplementedError),
+    ):
         with pytest.raises(kind):
             copies(expecting(2048) + wait(), x, box, swizzle=swizzle)
     load = LOAD.replace("2d", "3d").replace("%r2}", "%r2, %r2}")
@@ -222,8 +227,9 @@ def test_a_load_over_bytes_that_somebody_uses():
 STORE = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r1, %r2}], [%r91];"
 READY = (
     "setp.eq.u32 %p1, %tid.x, 0; mov.b32 %r91, 1024; setp.lt.u32 %p2, %tid.x, 32;"
-    + STORED + "fence.proxy.async.shared::cta; bar.sync 0;"
-)  # fmt: skip
+    + STORED
+    + "fence.proxy.async.shared::cta; bar.sync 0;"
+)
 COMMIT = "cp.async.bulk.commit_group;"
 
 
@@ -294,8 +300,13 @@ FIELDS = FIELDS.replace("ACQUIRE", ACQUIRE)
 
 def made_here(body):
     x, room = torch.randn(12, 40), torch.zeros(256, dtype=torch.uint8)
-    registers = {"%rd1": np.uint64(room.data_ptr() + -room.data_ptr() % 64), "%r1": 16, "%r2": 8,
-                 "%rd3": np.uint64(x.data_ptr()), "%rd4": np.uint64(160)}  # fmt: skip
+    registers = {
+        "%rd1": np.uint64(room.data_ptr() + -room.data_ptr() % 64),
+        "%r1": 16,
+        "%r2": 8,
+        "%rd3": np.uint64(x.data_ptr()),
+        "%rd4": np.uint64(160),
+    }
     return x, run(body, registers, threads=64, shared=8192, tensors=[x, room])
 
 
@@ -313,8 +324,11 @@ def test_a_map_that_the_kernel_makes():
     other = body.replace("setp.eq.u32 %p1, %tid.x, 0;", "setp.eq.u32 %p1, %tid.x, 32;")
     made_here(other)
     with pytest.raises(Race, match=r"no barrier since warp 0's fence.proxy.tensormap"):
-        made_here(INIT.replace("%p1, %tid.x, 0", "%p1, %tid.x, 32") + FIELDS
-                  + expecting(1024).replace(INIT, ""))  # fmt: skip
+        made_here(
+            INIT.replace("%p1, %tid.x, 0", "%p1, %tid.x, 32")
+            + FIELDS
+            + expecting(1024).replace(INIT, "")
+        )
 
 
 # Roles

@@ -189,8 +189,9 @@ def test_a_mov_of_d_in_flight_lands_with_it():
     found = run(body, registers, threads=128, shared=65536, begins=raw)
     assert np.array_equal(result_of(found, n, 200), wanted)
     moved = line.replace("%r10", "%r20").replace("KEEPS", "1")  # adds to the copies in flight
-    body = product(line).replace("wgmma.wait", f"{moves} {moved} wgmma.commit_group.sync.aligned;"
-                                 "wgmma.wait")  # fmt: skip
+    body = product(line).replace(
+        "wgmma.wait", f"{moves} {moved} wgmma.commit_group.sync.aligned;wgmma.wait"
+    )
     found = run(body, registers, threads=128, shared=65536, begins=raw)
     assert np.array_equal(result_of(found, n, 200), 2 * wanted)
     assert np.array_equal(result_of(found, n), wanted)
@@ -223,8 +224,10 @@ def test_a_product_without_its_fence_is_counted():
 STORED = "mad.lo.s32 %r1, %tid.x, 4, 1024; st.shared.b32 [%r1], %r2;"
 
 
-@pytest.mark.parametrize("order", ["fence.proxy.async.shared::cta; bar.sync 0;",
-                                   "bar.sync 0; fence.proxy.async.shared::cta;"])  # fmt: skip
+@pytest.mark.parametrize(
+    "order",
+    ["fence.proxy.async.shared::cta; bar.sync 0;", "bar.sync 0; fence.proxy.async.shared::cta;"],
+)
 def test_stored_bytes_need_a_fence_and_a_barrier(order):
     line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     given = {"threads": 128, "shared": 65536, "begins": raw}
@@ -234,8 +237,11 @@ def test_stored_bytes_need_a_fence_and_a_barrier(order):
     with pytest.raises(Race, match="a warp wrote"):
         run(STORED + "fence.proxy.async.shared::cta;" + product(line), registers, **given)
     with pytest.raises(Unfenced):  # the fence comes before the store
-        run("fence.proxy.async.shared::cta;" + STORED + "bar.sync 0;" + product(line), registers,
-            **given)  # fmt: skip
+        run(
+            "fence.proxy.async.shared::cta;" + STORED + "bar.sync 0;" + product(line),
+            registers,
+            **given,
+        )
 
 
 def test_operands_written_in_flight():
@@ -271,14 +277,16 @@ def test_blocks_whose_loops_differ_in_length():
     """
     start = {f"%r{100 + i}": np.float32(0) for i in range(8)}
     for early in (False, True):
-        found = run(body, registers | start, threads=128, blocks=3, shared=65536, begins=raw,
-                    early=early)  # fmt: skip
+        found = run(
+            body, registers | start, threads=128, blocks=3, shared=65536, begins=raw, early=early
+        )
         for block in range(3):
             one = {name: x[block : block + 1] for name, x in found.items() if name[:2] == "%r"}
             assert np.array_equal(result_of(one, n), (block + 1) * wanted)
         waits = body.replace("add.s32 %r1", "wgmma.wait_group.sync.aligned 1; add.s32 %r1")
-        again = run(waits, registers | start, threads=128, blocks=3, shared=65536, begins=raw,
-                    early=early)  # fmt: skip
+        again = run(
+            waits, registers | start, threads=128, blocks=3, shared=65536, begins=raw, early=early
+        )
         assert np.array_equal(again["%r100"], found["%r100"])
 
 

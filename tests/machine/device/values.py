@@ -17,13 +17,20 @@ Array = np.ndarray[Any, Any]
 
 TYPES: dict[str, np.dtype] = {
     "pred": np.dtype(bool),
-    **{f"{letter}{bits}": np.dtype(f"{kind}{bits // 8}")
-       for letter, kind in (("b", "u"), ("u", "u"), ("s", "i")) for bits in (8, 16, 32, 64)},
-    "f16": np.dtype(np.float16), "f32": np.dtype(np.float32), "f64": np.dtype(np.float64),
+    **{
+        f"{letter}{bits}": np.dtype(f"{kind}{bits // 8}")
+        for letter, kind in (("b", "u"), ("u", "u"), ("s", "i"))
+        for bits in (8, 16, 32, 64)
+    },
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
     # Types that numpy does not have stay bits: bf16 is the upper half of an f32.
-    "bf16": np.dtype(np.uint16), "bf16x2": np.dtype(np.uint32), "f16x2": np.dtype(np.uint32),
+    "bf16": np.dtype(np.uint16),
+    "bf16x2": np.dtype(np.uint32),
+    "f16x2": np.dtype(np.uint32),
     "tf32": np.dtype(np.uint32),
-}  # fmt: skip
+}
 
 U16, U32, U64 = np.dtype("u2"), np.dtype("u4"), np.dtype("u8")
 S32, S64, F16, F32, F64 = (np.dtype(x) for x in ("i4", "i8", "f2", "f4", "f8"))

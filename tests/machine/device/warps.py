@@ -68,9 +68,13 @@ def shuffle(op: Op) -> Run:
 
 
 _REDUCE = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-    "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
 @instruction("redux.sync.{add,min,max}.{u32,s32}", "redux.sync.{and,or,xor}.b32")

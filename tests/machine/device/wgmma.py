@@ -189,10 +189,12 @@ def _from_shared(group, tiles: list[Tile], type: str, chosen: Array, like: int) 
     """Tiles side by side along K: (blocks, groups, K, rows), of the blocks `chosen`."""
     memory, first = group.shared.units[16], tiles[0]
     groups = range(first.descriptors.shape[1])
-    index = np.stack([
-        np.stack([tile_units(tile.of(like, g), tile.rows, tile.mn_major) for tile in tiles])
-        for g in groups
-    ])  # fmt: skip
+    index = np.stack(
+        [
+            np.stack([tile_units(tile.of(like, g), tile.rows, tile.mn_major) for tile in tiles])
+            for g in groups
+        ]
+    )
     if index.min() < 0 or (index.max() + 1) * 16 > group.shared.bytes:
         raise OutOfBounds("a tile of wgmma outside of shared memory")
     units = (
@@ -253,15 +255,19 @@ def _compute(group, products: list[Product], blocks: Array) -> None:
     run: list[Product] = []
     for product in [*products, None]:
         first = run[0] if run else None
-        joins = first is not None and product is not None and (
-            product.accumulator is first.accumulator
-            and product.keeps.all()
-            and product.sign == first.sign
-            and isinstance(product.a, Tile) == isinstance(first.a, Tile)
-            and (not isinstance(product.a, Tile) or product.a.mn_major == first.a.mn_major)  # pyright: ignore
-            and product.b.mn_major == first.b.mn_major
-            and np.array_equal(product.todo & blocks, first.todo & blocks)
-        )  # fmt: skip
+        joins = (
+            first is not None
+            and product is not None
+            and (
+                product.accumulator is first.accumulator
+                and product.keeps.all()
+                and product.sign == first.sign
+                and isinstance(product.a, Tile) == isinstance(first.a, Tile)
+                and (not isinstance(product.a, Tile) or product.a.mn_major == first.a.mn_major)  # pyright: ignore
+                and product.b.mn_major == first.b.mn_major
+                and np.array_equal(product.todo & blocks, first.todo & blocks)
+            )
+        )
         if joins:
             run.append(product)  # pyright: ignore
             continue
@@ -294,10 +300,12 @@ def _shared_or_registers(op: Op, place: int, mn_major: bool, rows: int):
 
 
 @instruction(
-    *(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{{f16.f16,bf16.bf16}}"
-      for n in range(8, 257, 8)),
+    *(
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{{f16.f16,bf16.bf16}}"
+        for n in range(8, 257, 8)
+    ),
     *(f"wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32" for n in range(8, 257, 8)),
-)  # fmt: skip
+)
 def multiply_async(op: Op) -> Run:
     """D, A, B, whether D is added to, sign of A, of B, [A is MN-major,] [B is MN-major]."""
     slots, type, op.width = tuple(op.destinations()), op.type, 16
@@ -324,9 +332,16 @@ def multiply_async(op: Op) -> Run:
             adds = np.broadcast_to(keeps(r)[:, 0], len(blocks))
         accumulator = _accumulator(group, state, op, slots, blocks, adds)
         product = Product(
-            op, type, accumulator, read_a(group), read_b(group), adds | ~blocks,
-            signs[0] * signs[1], blocks, blocks,
-        )  # fmt: skip
+            op,
+            type,
+            accumulator,
+            read_a(group),
+            read_b(group),
+            adds | ~blocks,
+            signs[0] * signs[1],
+            blocks,
+            blocks,
+        )
         _note_unfenced(group, state, op, a_slots)
         _watch(group, product, proxies.check_read, proxies.begin_read)
         accumulator.left = accumulator.left + blocks
@@ -491,9 +506,16 @@ def _land(group, state: Flight, landing: list[tuple[Product, Any]], op: Op) -> N
 
 def _part(product: Product, blocks: Array) -> Product:
     return Product(
-        product.op, product.type, product.accumulator, product.a, product.b, product.keeps,
-        product.sign, product.blocks & blocks, product.todo,
-    )  # fmt: skip
+        product.op,
+        product.type,
+        product.accumulator,
+        product.a,
+        product.b,
+        product.keeps,
+        product.sign,
+        product.blocks & blocks,
+        product.todo,
+    )
 
 
 def _end_read(races, row, cells, warps, op) -> None:
@@ -526,6 +548,7 @@ def _write_back(group, state: Flight, accumulator: Accumulator, done: Array, op:
     if not accumulator.left.any():
         del state.accumulators[accumulator.slots]
         state.names = {
-            slot: kept for slot, pairs in state.names.items()
+            slot: kept
+            for slot, pairs in state.names.items()
             if (kept := [pair for pair in pairs if pair[0] is not accumulator])
-        }  # fmt: skip
+        }

@@ -136,8 +136,10 @@ class FeedForward(nn.Module):
     def __init__(self, dim, hidden, activation=F.silu):
         super().__init__()
         self.fc1, self.fc2, self.activation = (
-            nn.Linear(dim, hidden), nn.Linear(hidden, dim), activation,
-        )  # fmt: skip
+            nn.Linear(dim, hidden),
+            nn.Linear(hidden, dim),
+            activation,
+        )
 
     def forward(self, x):
         return self.fc2(self.activation(self.fc1(x)))
@@ -158,8 +160,10 @@ class Sandwich(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(4))
         self.attention = Separate(dim)
         self.gate, self.up, self.down = (
-            nn.Linear(dim, 48), nn.Linear(dim, 48), nn.Linear(48, dim),
-        )  # fmt: skip
+            nn.Linear(dim, 48),
+            nn.Linear(dim, 48),
+            nn.Linear(48, dim),
+        )
 
     def feed(self, x):
         return self.down(F.gelu(self.gate(x)) * self.up(x))

@@ -35,10 +35,12 @@ class Block(dino.Block):
         if ratio > 0:
             kept = [torch.randperm(len(x))[: max(int(len(x) * (1 - ratio)), 1)] for x in xs]
         some = [x[index] for x, index in zip(xs, kept, strict=True)]
-        of = torch.cat([
-            (100 * place + torch.arange(len(x))).repeat_interleave(x.shape[1])
-            for place, x in enumerate(some)
-        ])  # fmt: skip
+        of = torch.cat(
+            [
+                (100 * place + torch.arange(len(x))).repeat_interleave(x.shape[1])
+                for place, x in enumerate(some)
+            ]
+        )
         joined = torch.cat([x.flatten(0, 1) for x in some]).unsqueeze(0)
         y = (
             branch(joined, (of[:, None] == of))

@@ -37,9 +37,13 @@ class PreNormFeedForward(nn.Module):
     def __init__(self, dim, hidden, dropout=0.0):
         super().__init__()
         self.net = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout),
-            nn.Linear(hidden, dim), nn.Dropout(dropout),
-        )  # fmt: skip
+            nn.LayerNorm(dim),
+            nn.Linear(dim, hidden),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, dim),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, x):
         return self.net(x)

@@ -57,10 +57,13 @@ class Data2VecAttention(OwnBias, Attention):
     """A module of projections and attention, and one of the output projection."""
 
     fused_roles = AttentionRoles(
-        ("attention.query", "attention.key", "attention.value"), out="output.dense",
-        after="output.dropout", head_dim="attention.attention_head_size", result=(2, 0),
+        ("attention.query", "attention.key", "attention.value"),
+        out="output.dense",
+        after="output.dropout",
+        head_dim="attention.attention_head_size",
+        result=(2, 0),
         through=("attention", "output"),
-    )  # fmt: skip
+    )
     fused_extra_kwargs = ("relative_position_bias", "interpolate_pos_encoding", "resolution")
 
     @classmethod
@@ -82,14 +85,23 @@ class Data2VecAttention(OwnBias, Attention):
 
 # The MLP of a layer that has a module for each of its halves.
 HALVES = MlpRoles(
-    "intermediate.dense", "output.dense", after="output.dropout",
+    "intermediate.dense",
+    "output.dense",
+    after="output.dropout",
     act="intermediate.intermediate_act_fn",
-)  # fmt: skip
+)
 DATA2VEC_LAYER = layer(
-    "layernorm_before", "attention", "lambda_1 drop_path", "layernorm_after", HALVES,
-    "lambda_2 drop_path", given=Data2VecAttention.fused_extra_kwargs, result=(2, 0),
-    through=("intermediate", "output"), unread=frozenset(),
-)  # fmt: skip
+    "layernorm_before",
+    "attention",
+    "lambda_1 drop_path",
+    "layernorm_after",
+    HALVES,
+    "lambda_2 drop_path",
+    given=Data2VecAttention.fused_extra_kwargs,
+    result=(2, 0),
+    through=("intermediate", "output"),
+    unread=frozenset(),
+)
 
 
 class BeitLayer(OwnBias, Block):
@@ -100,11 +112,16 @@ class BeitLayer(OwnBias, Block):
 
 
 BEIT_LAYER = layer(
-    "layernorm_before", "attention", "dropout lambda_1 drop_path", "layernorm_after", "mlp",
-    "dropout lambda_2 drop_path", mixin=BeitLayer,
+    "layernorm_before",
+    "attention",
+    "dropout lambda_1 drop_path",
+    "layernorm_after",
+    "mlp",
+    "dropout lambda_2 drop_path",
+    mixin=BeitLayer,
     extra_kwargs=("attention_mask", "interpolate_pos_encoding", "resolution"),
     children=names("relative_position_bias"),
-)  # fmt: skip
+)
 _DATA2VEC = "transformers.models.data2vec.modeling_data2vec_vision.Data2VecVision"
 DATA2VEC: dict[str, Any] = {
     _DATA2VEC + "Layer": DATA2VEC_LAYER,

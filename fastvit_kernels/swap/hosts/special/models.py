@@ -134,9 +134,13 @@ class VisionTransformer(Fused):
         tokens = (self.cls_token, getattr(self, "reg_token", None))
         prefix = [t for t in tokens if t is not None]
         x = patch_embed(
-            x, proj.weight, proj.bias, prefix_tokens=torch.cat(prefix, 1) if prefix else None,
-            pos_embed=self.pos_embed, keep=keep,
-        )  # fmt: skip
+            x,
+            proj.weight,
+            proj.bias,
+            prefix_tokens=torch.cat(prefix, 1) if prefix else None,
+            pos_embed=self.pos_embed,
+            keep=keep,
+        )
         x = self.norm_pre(x)
         if self.grad_checkpointing:
             x = vars(sys.modules[self.fused_host.__module__])["checkpoint_seq"](self.blocks, x)
@@ -186,7 +190,11 @@ class MaeEmbeddings(Fused):
         places = places.expand(x.shape[0], -1).unsqueeze(-1)
         keep, mask, restore = self.random_masking(places, noise)
         tokens = patch_embed(
-            x, projection.weight, projection.bias, prefix_tokens=self.cls_token,
-            pos_embed=self.position_embeddings, keep=keep.squeeze(-1),
-        )  # fmt: skip
+            x,
+            projection.weight,
+            projection.bias,
+            prefix_tokens=self.cls_token,
+            pos_embed=self.position_embeddings,
+            keep=keep.squeeze(-1),
+        )
         return tokens, mask, restore

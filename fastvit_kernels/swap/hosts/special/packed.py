@@ -94,9 +94,17 @@ class PackedAttention(Attention):
 
 
 PACKED_LAYER = layer(
-    "norm1", "attn", "", "norm2", "mlp", "", given=PackedAttention.fused_extra_kwargs, item=None,
-    axes=(2,), tolerance=1e-5,
-)  # fmt: skip
+    "norm1",
+    "attn",
+    "",
+    "norm2",
+    "mlp",
+    "",
+    given=PackedAttention.fused_extra_kwargs,
+    item=None,
+    axes=(2,),
+    tolerance=1e-5,
+)
 QWEN3_MLP = plain_mlp("linear_fc1", "act_fn", "linear_fc2")
 
 
@@ -125,16 +133,22 @@ class Qwen3Merger(Mlp):
 
 
 _QWEN3 = (
-    ("Block", PACKED_LAYER), ("Attention", PackedAttention), ("MLP", QWEN3_MLP),
+    ("Block", PACKED_LAYER),
+    ("Attention", PackedAttention),
+    ("MLP", QWEN3_MLP),
     ("PatchMerger", Qwen3Merger),
-)  # fmt: skip
+)
 _GLM = ("VisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention)
 # model -> what the names of its classes begin with, and its rows of the table
 PACKED: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
-    "qwen2_vl": ("", (
-        ("Qwen2VLVisionBlock", PACKED_LAYER), ("VisionAttention", PackedAttention),
-        ("VisionMlp", plain_mlp("fc1", "act", "fc2")),
-    )),
+    "qwen2_vl": (
+        "",
+        (
+            ("Qwen2VLVisionBlock", PACKED_LAYER),
+            ("VisionAttention", PackedAttention),
+            ("VisionMlp", plain_mlp("fc1", "act", "fc2")),
+        ),
+    ),
     "qwen2_5_vl": ("Qwen2_5_VL", (*_GLM, ("MLP", SWIGLU))),
     "qwen3_vl": ("Qwen3VLVision", _QWEN3),
     "qwen3_vl_moe": ("Qwen3VLMoeVision", _QWEN3),
@@ -146,4 +160,4 @@ PACKED: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
     "glm4v": ("Glm4v", _GLM),
     "glm4v_moe": ("Glm4vMoe", _GLM),
     "ernie4_5_vl_moe": ("Ernie4_5_VLMoe", _GLM),
-}  # fmt: skip
+}

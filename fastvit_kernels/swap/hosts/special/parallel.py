@@ -23,9 +23,11 @@ class ParallelScalingBlock(Fused):
 
     fused_level = "block"
     fused_roles = AttentionRoles(
-        ("in_proj", "out_proj", "mlp_out_proj"), out="attn_out_proj", dropout="attn_drop",
+        ("in_proj", "out_proj", "mlp_out_proj"),
+        out="attn_out_proj",
+        dropout="attn_drop",
         after="mlp_drop",
-    )  # fmt: skip
+    )
     fused_children = names("in_norm mlp_bias q_norm k_norm mlp_act ls drop_path")
     fused_pieces = ("in_norm", "ls", "drop_path")
 

@@ -26,9 +26,11 @@ class VJepaAttention(Attention):
 
     fused_children = names("dropout")
     fused_roles = Attention.fused_roles._replace(
-        projections=("query", "key", "value"), out="proj", dropout="dropout_prob",
+        projections=("query", "key", "value"),
+        out="proj",
+        dropout="dropout_prob",
         head_dim="attention_head_size",
-    )  # fmt: skip
+    )
     fused_extra_kwargs = ("position_mask",)
 
     @staticmethod
@@ -139,7 +141,7 @@ class GemmaAttention(Clipped, Attention):
         v, _ = fused.normed(self.v_norm, project(v, x).unflatten(-1, (-1, D)), True)
         return attend(
             q, k, v.transpose(1, 2), mask=mask, dropout_p=self.fused_dropout_p(), scale=self.scaling
-        )  # fmt: skip
+        )
 
 
 class GemmaMlp(Clipped, Mlp):
@@ -147,11 +149,22 @@ class GemmaMlp(Clipped, Mlp):
 
 
 VJEPA = layer(
-    "norm1", "attention", "drop_path", "norm2", "mlp", "drop_path", given=("position_mask",),
+    "norm1",
+    "attention",
+    "drop_path",
+    "norm2",
+    "mlp",
+    "drop_path",
+    given=("position_mask",),
     result=(2, 0),
-)  # fmt: skip
+)
 # Norms before and behind each branch; the latter add the residual.
 GEMMA = layer(
-    "input_layernorm", "self_attn", "post_attention_layernorm", "pre_feedforward_layernorm", "mlp",
-    "post_feedforward_layernorm", given=GemmaAttention.fused_extra_kwargs,
-)  # fmt: skip
+    "input_layernorm",
+    "self_attn",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "mlp",
+    "post_feedforward_layernorm",
+    given=GemmaAttention.fused_extra_kwargs,
+)

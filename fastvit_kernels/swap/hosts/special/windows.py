@@ -38,14 +38,24 @@ def _area(copy: Any) -> dict[str, int]:
 
 
 ROLES = AttentionRoles(
-    ("qkv",), "num_heads", "proj", dropout="attn_drop", after="proj_drop", mask="mask",
-    masks=SHIFTED, scale="scale", through=("attn_drop", "softmax"),
-)  # fmt: skip
+    ("qkv",),
+    "num_heads",
+    "proj",
+    dropout="attn_drop",
+    after="proj_drop",
+    mask="mask",
+    masks=SHIFTED,
+    scale="scale",
+    through=("attn_drop", "softmax"),
+)
 # timm's, on windows (B windows, N, C). It forms the scores by default: `fused_attn` says nothing.
 WINDOW_ATTENTION = row(
-    Attention, roles=ROLES._replace(tokens="window_area"), bias=rel_pos_bias,
-    children=names("relative_position_bias_table"), derived=staticmethod(_area),
-)  # fmt: skip
+    Attention,
+    roles=ROLES._replace(tokens="window_area"),
+    bias=rel_pos_bias,
+    children=names("relative_position_bias_table"),
+    derived=staticmethod(_area),
+)
 
 
 class Cosine(Attention):
@@ -172,12 +182,13 @@ class ShiftedCosine(ShiftedWindowAttention, Cosine):
 
 
 HF_ATTENTION = row(  # transformers', from 5.x on
-    HfAttention, bias=lambda self: self.relative_position_bias(),
+    HfAttention,
+    bias=lambda self: self.relative_position_bias(),
     children=names("relative_position_bias"),
     roles=HfAttention.fused_roles._replace(
         mask="attention_mask", masks=SHIFTED, tokens="relative_position_bias.window_area"
     ),
-)  # fmt: skip
+)
 
 
 class HfSwinLayer(Block):
@@ -225,9 +236,16 @@ TORCHVISION: dict[str, Any] = {
     ),
 }
 _LAYER = layer(
-    "layernorm_before", "attention", "dropout drop_path", "layernorm_after", "mlp", "dropout",
-    mixin=HfSwinLayer, result=(2, 0), extra_kwargs=("input_dimensions", "always_partition"),
-)  # fmt: skip
+    "layernorm_before",
+    "attention",
+    "dropout drop_path",
+    "layernorm_after",
+    "mlp",
+    "dropout",
+    mixin=HfSwinLayer,
+    result=(2, 0),
+    extra_kwargs=("input_dimensions", "always_partition"),
+)
 SWIN = (("Layer", _LAYER), ("Attention", HF_ATTENTION), ("MLP", MLP))
 
 
@@ -235,11 +253,18 @@ class HfCosine(Cosine):
     """transformers'. It adds the mask of the shift twice."""
 
     fused_roles = AttentionRoles(
-        ("self.query", "self.key", "self.value"), out="output.dense", scale=1.0,
-        head_dim="self.attention_head_size", dropout="self.dropout", after="output.dropout",
-        mask="attention_mask", masks=SHIFTED, tokens="self.window_size",
-        result=(1, 0), through=("self", "self.dropout", "output"),
-    )  # fmt: skip
+        ("self.query", "self.key", "self.value"),
+        out="output.dense",
+        scale=1.0,
+        head_dim="self.attention_head_size",
+        dropout="self.dropout",
+        after="output.dropout",
+        mask="attention_mask",
+        masks=SHIFTED,
+        tokens="self.window_size",
+        result=(1, 0),
+        through=("self", "self.dropout", "output"),
+    )
 
     def fused_positions(self: Any) -> tuple[Any, Any]:
         return self.self, self.self.continuous_position_bias_mlp
@@ -251,26 +276,42 @@ class HfCosine(Cosine):
 
 HOLDER = row(Unfused, level="epilogue")  # of what its owner computes with
 SWINV2 = (
-    ("Layer", layer(
-        "", "attention", "layernorm_before drop_path", "", HALVES, "layernorm_after drop_path",
-        mixin=HfSwinLayer, result=(1, 0), through=("intermediate", "output"),
-        extra_kwargs=("input_dimensions",),
-    )),
+    (
+        "Layer",
+        layer(
+            "",
+            "attention",
+            "layernorm_before drop_path",
+            "",
+            HALVES,
+            "layernorm_after drop_path",
+            mixin=HfSwinLayer,
+            result=(1, 0),
+            through=("intermediate", "output"),
+            extra_kwargs=("input_dimensions",),
+        ),
+    ),
     ("Attention", HfCosine),
     *((end, HOLDER) for end in ("SelfAttention", "SelfOutput", "Intermediate", "Output")),
     ("DropPath", DROP_PATH),
-)  # fmt: skip
+)
 
 
 # Its tables are for windows of one size; the host interpolates them for others.
 SAM_ATTENTION = row(
-    Attention, children=names("rope"),
+    Attention,
+    children=names("rope"),
     reject=staticmethod(lambda m: getattr(m, "rope", None) and "it turns queries and keys"),
     roles=ROLES._replace(
-        mask="", masks=(), grid=True, along=("rel_pos_h", "rel_pos_w"), q_norm="q_norm",
-        k_norm="k_norm", through=("attn_drop", "q_norm", "k_norm"),
+        mask="",
+        masks=(),
+        grid=True,
+        along=("rel_pos_h", "rel_pos_w"),
+        q_norm="q_norm",
+        k_norm="k_norm",
+        through=("attn_drop", "q_norm", "k_norm"),
     ),
-)  # fmt: skip
+)
 
 
 def _drops_by_window(self: Any) -> str | None:
@@ -324,49 +365,86 @@ TIMM: dict[str, Any] = {
     "timm.models.hiera.MaskUnitAttention": MaskUnitAttention,
     "timm.models.hiera.HieraBlock": pre_norm(*_SCALED, reject=staticmethod(_pools)),
     "timm.models.hieradet_sam2.MultiScaleAttention": row(
-        Attention, reject=staticmethod(_pools), children=names("q_pool"),
+        Attention,
+        reject=staticmethod(_pools),
+        children=names("q_pool"),
         roles=AttentionRoles(("qkv",), "num_heads", "proj", scale="scale", grid=True),
     ),
     "timm.models.hieradet_sam2.MultiScaleBlock": pre_norm(
-        *_SCALED, window="window_size", reject=staticmethod(_pools), children=names("proj"),
-        axes=(4,), first_skips=False,
+        *_SCALED,
+        window="window_size",
+        reject=staticmethod(_pools),
+        children=names("proj"),
+        axes=(4,),
+        first_skips=False,
     ),
-}  # fmt: skip
+}
 HIERA = (
-    ("Layer", layer(
-        "layernorm_before", "attn", "drop_path", "layernorm_after", "mlp", "drop_path",
-        result=(2, 0), reject=staticmethod(_pools),
-    )),
-    ("MaskUnitAttention", row(
-        MaskUnitAttention, roles=AttentionRoles(
-            ("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)
+    (
+        "Layer",
+        layer(
+            "layernorm_before",
+            "attn",
+            "drop_path",
+            "layernorm_after",
+            "mlp",
+            "drop_path",
+            result=(2, 0),
+            reject=staticmethod(_pools),
         ),
-    )),
+    ),
+    (
+        "MaskUnitAttention",
+        row(
+            MaskUnitAttention,
+            roles=AttentionRoles(("qkv",), "num_heads", "proj", scale="scale", result=(2, 0)),
+        ),
+    ),
     ("Mlp", MLP),
     ("DropPath", DROP_PATH),
-)  # fmt: skip
+)
 # SAM 2's Hiera: on a grid, in windows of it.
 SAM2 = (
-    ("MultiScaleBlock", layer(
-        "layer_norm1", "attn", "", "layer_norm2", "mlp", "", item=None, window="window_size",
-        axes=(4,), first_skips=False, reject=staticmethod(_pools),
-    )),
-    ("MultiScaleAttention", row(
-        HfAttention, reject=staticmethod(_pools), roles=AttentionRoles(
-            ("qkv",), "num_attention_heads", "proj", scale="scale", grid=True
+    (
+        "MultiScaleBlock",
+        layer(
+            "layer_norm1",
+            "attn",
+            "",
+            "layer_norm2",
+            "mlp",
+            "",
+            item=None,
+            window="window_size",
+            axes=(4,),
+            first_skips=False,
+            reject=staticmethod(_pools),
         ),
-    )),
-)  # fmt: skip
+    ),
+    (
+        "MultiScaleAttention",
+        row(
+            HfAttention,
+            reject=staticmethod(_pools),
+            roles=AttentionRoles(("qkv",), "num_attention_heads", "proj", scale="scale", grid=True),
+        ),
+    ),
+)
 
 
 class Sam3Attention(HfAttention):
     """q and k turn, in fp32, by tables (1, T, D)."""
 
     fused_roles = HfAttention.fused_roles._replace(
-        scale="scaling", grid=True, rope="position_embeddings", rotate="apply_rotary_pos_emb_2d",
-        spread="*", kernel="interleaved, cos before sin, this prefix", needs_rope=True,
+        scale="scaling",
+        grid=True,
+        rope="position_embeddings",
+        rotate="apply_rotary_pos_emb_2d",
+        spread="*",
+        kernel="interleaved, cos before sin, this prefix",
+        needs_rope=True,
         rounded=True,
-    )  # fmt: skip
+    )
 
     def fused_turn(self: Any, x: Tensor, angles: Any) -> Turn | None:
         return super().fused_turn(x, [t.squeeze(0) if t.ndim == 3 else t for t in angles])
@@ -402,9 +480,20 @@ class Sam3Layer(Block):
 
 
 SAM3 = (
-    ("Layer", layer(
-        "layer_norm1", "attention", "", "layer_norm2", "mlp", "dropout", mixin=Sam3Layer,
-        window="window_size", axes=(4,), tolerance=ROUNDED,
-    )),
+    (
+        "Layer",
+        layer(
+            "layer_norm1",
+            "attention",
+            "",
+            "layer_norm2",
+            "mlp",
+            "dropout",
+            mixin=Sam3Layer,
+            window="window_size",
+            axes=(4,),
+            tolerance=ROUNDED,
+        ),
+    ),
     ("RoPEAttention", Sam3Attention),
-)  # fmt: skip
+)
