@@ -1,0 +1,186 @@
+"""torch.compile(model, backend="fastvit_kernels"): Dynamo captures and guards, rules put ops in.
+
+Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or eager
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from .graph import Decline, Graph
+from .normalise import bodies, forget_fakes, normalised
+from .report import GraphReport, Left, record
+from .rules import RULES
+from .views import hint, op, shape, val
+
+Compiler = Literal["inductor", "eager"]
+Memory = Literal["default", "low"]
+DropPath = Literal["mask", "skip"]
+PRODUCTS = set(
+    "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution "
+    "scaled_dot_product_attention".split()
+)
+
+
+@dataclass
+class Options:
+    """What `options=` of torch.compile says: ours, and the rest, which is Inductor's."""
+
+    compiler: Compiler = "inductor"
+    memory: Memory = "default"
+    drop_path: DropPath = "mask"
+    rest: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, options: dict[str, Any] | None) -> Options:
+        rest = dict(options or {})
+        known = dict(compiler=Compiler, memory=Memory, drop_path=DropPath)
+        ours = {name: rest.pop(name) for name in known if name in rest}
+        for name, value in ours.items():
+            allowed = get_args(known[name])
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        return cls(**ours, rest=rest)
+
+
+def fastvit_kernels(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The entry point of torch.compile's `backend="fastvit_kernels"`.
+
+    Args:
+        mode: torch.compile's own, such as "reduce-overhead".
+        options: {"compiler": "inductor" or "eager", "memory": "default" or "low",
+            "drop_path": "mask" or "skip"}; all others are Inductor's.
+    """
+    ours = Options.read(options)
+    made = rewrite(gm, example_inputs, ours)
+    if ours.compiler == "eager":
+        return made.forward
+    return by_inductor(made, example_inputs, mode, ours.rest)
+
+
+def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule:
+    """The graph with our ops in it; the graph as Dynamo gave it where that cannot be."""
+    started = time.perf_counter()
+    report = GraphReport()
+
+    def identity(x: Tensor) -> Tensor:
+        return x
+
+    try:
+        # fake values have gradients, too: the caller's hooks must not see what they save
+        with torch.autograd.graph.saved_tensors_hooks(identity, identity):
+            made, mode = normalised(gm, inputs)
+            for body in bodies(made):
+                rewrite_body(body, mode, options, report)
+        forget_fakes(made)
+    except Decline as reason:
+        made, report = gm, GraphReport(declined=str(reason))
+    except Exception as error:
+        made, report = gm, GraphReport(declined=f"rewriting failed: {one_line(error)}")
+    if report.declined is not None:
+        count_declined(gm, report)
+    report.seconds = time.perf_counter() - started
+    record(report, [x for x in inputs if isinstance(x, nn.Parameter)])
+    return made
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def rewrite_body(gm: GraphModule, mode: Any, options: Options, report: GraphReport) -> None:
+    """The rules over one graph, in order."""
+    g = Graph(gm, mode)
+    report.flops += sum(map(flops_of, gm.graph.nodes))
+    for rule in RULES:
+        g.apply(rule.apply, rule.roots)
+    for n in gm.graph.nodes:
+        if flops := flops_of(n):
+            reason = g.reasons.get(n, "no rule for this operation")
+            report.left.append(Left(path_of(n), op(n), flops, reason))
+    report.rules += g.fired
+    report.fused_flops = report.flops - sum(left.flops for left in report.left)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def by_inductor(
+    gm: GraphModule, inputs: list[Any], mode: str | None, options: dict[str, Any]
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor, by torch.compile's own mode and options."""
+    import torch._inductor as inductor
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**inductor.list_mode_options(mode or "default"), **options}
+    return compile_fx(gm, inputs, config_patches=patches)
+
+
+# What a forward multiplies ------------------------------------------------------------------
+
+
+def flops_of(n: Node) -> int:
+    """FLOPs of a product that no op of ours runs, by its sizes' hints."""
+    name = op(n)
+    if name not in PRODUCTS or not isinstance(val(n), Tensor):
+        return 0
+    size = math.prod(map(hint, shape(n)))
+    return 2 * size * inner_size(name, n)
+
+
+def inner_size(name: str, n: Node) -> int:
+    """Multiplications that each element of the result takes."""
+    tensors = [a for a in n.all_input_nodes if isinstance(val(a), Tensor)]
+    if name == "scaled_dot_product_attention":
+        return 2 * hint(shape(tensors[1])[-2])
+    if name == "linear" or name.startswith("conv"):
+        return math.prod(map(hint, shape(tensors[1])[1:]))
+    if name == "einsum":
+        every = math.prod(math.prod(map(hint, shape(t))) for t in tensors)
+        return max(1, round(math.sqrt(every / max(1, math.prod(map(hint, shape(n)))))))
+    left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
+    return hint(shape(left)[-1])
+
+
+def path_of(n: Node) -> str:
+    """The path of the innermost module that made a node, as Dynamo recorded it."""
+    stack = list((n.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    for before, after in (("L['self'].", ""), ("L['self']", ""), ("_modules['", ""), ("']", "")):
+        path = path.replace(before, after)
+    return path
+
+
+def count_declined(gm: GraphModule, report: GraphReport) -> None:
+    """The products of a graph that runs as Dynamo gave it, by their calls' names."""
+    for module in gm.modules():
+        for n in module.graph.nodes if isinstance(module, GraphModule) else ():
+            name = getattr(n.target, "__name__", str(n.target))
+            x = n.meta.get("example_value")
+            if name in PRODUCTS and isinstance(x, Tensor):
+                flops = 2 * math.prod(map(hint, x.shape)) * declined_inner_size(n, name)
+                report.flops += flops
+                report.left.append(Left(path_of(n), name, flops, report.declined or ""))
+
+
+def declined_inner_size(n: Node, name: str) -> int:
+    tensors = [x for a in n.all_input_nodes if isinstance(x := a.meta.get("example_value"), Tensor)]
+    if len(tensors) < 2:
+        return 1
+    if name == "linear" or name.startswith("conv"):
+        return math.prod(map(hint, tensors[1].shape[1:]))
+    factor = 2 if name == "scaled_dot_product_attention" else 1
+    return factor * hint(tensors[1 if factor == 2 else 0].shape[-2 if factor == 2 else -1])

@@ -1,0 +1,279 @@
+"""A normalised graph with what rules ask of it: order, writes, regions; and the one way to rewrite.
+
+A rule reads the graph, raises `Decline` with a phrase that a person understands, or calls
+
+    gone = g.absorb(nodes, root)            # may these nodes go, and root be computed anew?
+    new = g.emit(root, fk.mlp, x, ..., like=root)   # the new call, before root, with root's metadata
+    g.replace(root, new, gone)
+
+`absorb` holds what no rule may forget: everything absorbed is pure, in root's region (grad mode,
+autocast), read by nothing else, and neither it nor what it reads is written to before root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from .views import (
+    SEVERAL_VIEWS,
+    VIEWS,
+    bound,
+    eq,
+    hint,
+    is_tensor,
+    op,
+    same_strides,
+    shape,
+    state_of,
+    storage_of,
+    val,
+)
+
+aten = torch.ops.aten
+DEVICES = tuple(kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind))
+# Their schemas hide that they write to running statistics or to a weight.
+HIDDEN_WRITES = {"batch_norm", "instance_norm", "_batch_norm_impl_index", "embedding_renorm"}
+
+
+class Decline(Exception):
+    """Why a rule, or the whole rewriting, leaves things as they are."""
+
+
+def need(condition: Any, why: str) -> None:
+    if not condition:
+        raise Decline(why)
+
+
+class Region(NamedTuple):
+    """The state in which a node runs."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @staticmethod
+    def here() -> Region:
+        on = [k for k in DEVICES if torch.is_autocast_enabled(k)]
+        autocast = tuple((k, torch.get_autocast_dtype(k)) for k in on)
+        return Region(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        on = dict(self.autocast)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind in DEVICES:
+                autocast = torch.autocast(kind, dtype=on.get(kind), enabled=kind in on)
+                stack.enter_context(autocast)
+            yield
+
+
+def storages(values: Any) -> set[int]:
+    return {storage_of(x) for x in tree_leaves(values) if isinstance(x, Tensor)}
+
+
+def is_opaque(n: Node) -> bool:
+    """A call of which nothing is known: all but ATen, ours, sizes and the state's nodes."""
+    if n.op != "call_function":
+        return n.op in ("call_module", "call_method")
+    if n.target is operator.getitem or n.meta.get("ours") or state_of(n):
+        return False
+    if not isinstance(n.target, torch._ops.OpOverload):  # arithmetic of sizes is no tensor's
+        return bool(storages(val(n))) or any(storages(val(a)) for a in n.all_input_nodes)
+    return n.target.namespace not in ("aten", "prims") or n.target._opname in HIDDEN_WRITES
+
+
+def writes(n: Node) -> set[int]:
+    """Storages that a node may write to, by its operator's schema."""
+    if is_opaque(n):
+        return storages([val(a) for a in n.all_input_nodes])
+    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+        return set()
+    found: set[int] = set()
+    for i, argument in enumerate(n.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = n.args[i] if i < len(n.args) else n.kwargs.get(argument.name)
+            found |= storages(torch.fx.map_arg(given, val))
+    return found
+
+
+def draws(n: Node) -> bool:
+    """Whether a node advances a random generator."""
+    if n.meta.get("ours"):
+        return n.kwargs.get("dropout_p", 0.0) != 0.0 or n.target.__name__ == "keep_samples"
+    if op(n) == "scaled_dot_product_attention":  # tagged at a probability of 0 too
+        return bound(n)["dropout_p"] != 0.0
+    is_operator = isinstance(n.target, torch._ops.OpOverload)
+    return is_operator and torch.Tag.nondeterministic_seeded in n.target.tags
+
+
+def is_pure(n: Node) -> bool:
+    if n.op != "call_function" or is_opaque(n) or state_of(n):
+        return False
+    return not writes(n) and not draws(n)
+
+
+class Graph:
+    """One graph while rules rewrite it."""
+
+    def __init__(self, gm: GraphModule, fake_mode: Any):
+        self.gm, self.graph, self.fake_mode = gm, gm.graph, fake_mode
+        self.fired: Counter[str] = Counter()
+        self.reasons: dict[Node, str] = {}  # why a node was left, the last word on it
+        self.made: list[Node] = []  # emitted by the rule under way
+        self.number()
+
+    def number(self) -> None:
+        """The order of the nodes, and who writes where."""
+        self.order = {n: float(i) for i, n in enumerate(self.graph.nodes)}
+        self.written = [(self.order[n], w) for n in self.graph.nodes if (w := writes(n))]
+
+    def find(self, *names: str) -> list[Node]:
+        return [n for n in self.graph.nodes if op(n) in names]
+
+    def is_written(self, tensors: Iterable[Node], since: Node, until: Node) -> bool:
+        """Whether a node between the two may write to one of these."""
+        between = [w for at, w in self.written if self.order[since] < at < self.order[until]]
+        return any(s in w for w in between for n in tensors for s in storages(val(n)))
+
+    def absorb(self, nodes: Iterable[Node], root: Node, *, draw: Node | None = None) -> list[Node]:
+        """The nodes that go once root is computed anew from what they read.
+
+        Views that others read too stay. `draw`: the one node among them that may draw random
+        numbers, as the replacement will.
+        """
+        inner = [n for n in dict.fromkeys(nodes) if n is not root]
+        for n in (*inner, root):
+            known = n.op == "call_function" and not is_opaque(n) and not state_of(n)
+            need(known and not writes(n), f"{n.name} writes or is unknown")
+            need(n is draw or not draws(n), f"{n.name} draws random numbers")
+            need(n.meta["region"] == root.meta["region"], f"{n.name}: other grad mode or autocast")
+        if draw is not None and draw is not root:
+            start, end = self.order[draw], self.order[root]
+            others = [n for n in self.graph.nodes if start < self.order[n] < end and draws(n)]
+            need(not others, "other random numbers are drawn in between")
+        gone = self.only_for(root, inner)
+        for n in inner:
+            is_view = op(n) in VIEWS | SEVERAL_VIEWS or n.target is operator.getitem
+            need(n in gone or is_view, f"{n.name} is read elsewhere too")
+        if self.written:
+            for n in (*inner, root):
+                reads = (*n.all_input_nodes, n)
+                need(not self.is_written(reads, n, root), f"{n.name} is written to")
+        return [n for n in inner if n in gone]
+
+    @staticmethod
+    def only_for(root: Node, nodes: list[Node]) -> set[Node]:
+        """Those that nothing reads but root and each other."""
+        gone = set(nodes)
+        changed = True
+        while changed:
+            kept = {n for n in gone if any(u is not root and u not in gone for u in n.users)}
+            changed = bool(kept)
+            gone -= kept
+        return gone
+
+    def emit(
+        self, root: Node, function: Any, *args: Any, like: Node | None = None, **kwargs: Any
+    ) -> Node:
+        """A call before root. `like`: the node whose dtype, shape, strides and need of a gradient
+        it must give, or Decline; strides cost a copy where they differ."""
+        given, named = torch.fx.map_arg((args, kwargs), val)
+        region = root.meta["region"]
+        with self.fake_mode, region.entered():
+            out = function(*given, **named)
+        with self.graph.inserting_before(root):
+            n = self.graph.call_function(function, args, kwargs)
+        ours = not isinstance(function, torch._ops.OpOverload) and function is not operator.getitem
+        n.meta.update(val=out, region=region, ours=ours)
+        for name in ("nn_module_stack", "stack_trace"):
+            if name in root.meta:
+                n.meta[name] = root.meta[name]
+        self.made.append(n)
+        self.order[n] = self.order[root] - 0.5
+        return n if like is None else self.laid_out(root, n, like)
+
+    def laid_out(self, root: Node, n: Node, like: Node) -> Node:
+        """n, or a copy of it, with the metadata of `like`."""
+        a, b = val(n), val(like)
+        need(a.dtype == b.dtype, f"{op(n)} gives {a.dtype}, the model {b.dtype}")
+        need(eq(tuple(a.shape), tuple(b.shape)), f"{op(n)} gives another shape")
+        need(a.device == b.device, f"{op(n)} is on {a.device}, the model's on {b.device}")
+        need(a.requires_grad == b.requires_grad, f"{op(n)}: another need of a gradient")
+        if same_strides(a.shape, a.stride(), b.stride()):
+            return n
+        order = sorted(range(b.ndim), key=lambda i: -hint(b.stride(i)))
+        n = self.emit(root, aten.permute.default, n, order)
+        n = self.emit(root, aten.contiguous.default, n)
+        n = self.emit(root, aten.permute.default, n, [order.index(i) for i in range(b.ndim)])
+        need(same_strides(b.shape, val(n).stride(), b.stride()), "strides of the model's result")
+        return n
+
+    def replace(self, root: Node, new: Node, gone: Iterable[Node], rule: str) -> None:
+        """Root's readers read new; root and what went with it are erased."""
+        root.replace_all_uses_with(new)
+        self.fired[rule] += 1
+        self.made.clear()
+        self.erase({root, *gone})
+
+    def erase(self, nodes: Iterable[Node]) -> None:
+        for n in sorted(nodes, key=self.order.__getitem__, reverse=True):
+            if not n._erased and not n.users:
+                self.graph.erase_node(n)
+
+    def apply(self, rule: Callable[[Graph, Node], None], names: Iterable[str]) -> None:
+        """A rule at each node of these names; what it emitted goes where it declines."""
+        self.number()
+        for n in self.find(*names):
+            if n._erased:
+                continue
+            try:
+                rule(self, n)
+            except Decline as reason:
+                self.reasons[n] = str(reason)
+            except Exception as error:
+                self.reasons[n] = f"the rule {rule.__name__} failed: {type(error).__name__}"
+            self.undo()
+
+    def undo(self) -> None:
+        """Erase what a rule emitted and did not use."""
+        for n in reversed(self.made):
+            if not n._erased and not n.users:
+                self.graph.erase_node(n)
+        self.made.clear()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """A way of a rule that may decline, after which it tries the next."""
+        before = len(self.made)
+        try:
+            yield
+        except Decline:
+            for n in reversed(self.made[before:]):
+                if not n._erased and not n.users:
+                    self.graph.erase_node(n)
+            del self.made[before:]
+            raise
+
+    def readers(self, n: Node) -> list[Node]:
+        return sorted(n.users, key=self.order.__getitem__)
+
+    def only_reader(self, n: Node) -> Node | None:
+        return next(iter(n.users)) if len(n.users) == 1 else None
+
+
+def is_float(n: Any) -> bool:
+    return is_tensor(n) and val(n).is_floating_point()
+
+
+def same_shape(a: Node, b: Node) -> bool:
+    return eq(shape(a), shape(b))

@@ -1,0 +1,32 @@
+"""The rules, in the order in which they are tried; each file has a picture before -> after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from ..graph import Graph
+from . import attention, epilogue, linear, mlp, norms
+
+
+class Rule(NamedTuple):
+    """A rule and the operations at which it looks."""
+
+    apply: Callable[[Graph, Node], None]
+    roots: tuple[str, ...]
+
+
+RULES = (
+    Rule(norms.layer_norm, ("layer_norm",)),
+    Rule(norms.rms_norm, ("rms_norm",)),
+    Rule(norms.written_rms_norm, ("rsqrt",)),
+    Rule(attention.sdpa, ("scaled_dot_product_attention",)),
+    Rule(mlp.gated_mlp, ("linear",)),
+    Rule(mlp.mlp, ("linear",)),
+    Rule(epilogue.epilogue, ("add",)),
+    Rule(linear.activated_linear, ("gelu", "silu", "mul")),
+    Rule(epilogue.epilogue, ("add",)),
+    Rule(linear.plain_linear, ("linear",)),
+)

@@ -1,0 +1,280 @@
+"""softmax(scale q k^T + mask) v, with the products before it where one input makes all three.
+
+    q, k, v = views of linear(x)               ->  fk.qkv_attention(x, w, b)
+    q, k, v = views of linears of one x        ->  fk.qkv_attention(x, cat(w), cat(b))
+    the same under a mask                      ->  fk.attention(fk.linear(x, w, b), attn_mask=mask)
+    scaled_dot_product_attention(q, k, v)      ->  fk.scaled_dot_product_attention(q, k, v)
+
+Where the heads are joined behind it, (B, H, T, D) -> (B, T, H D), the new call stands past that:
+its result lies by tokens already.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+import fastvit_kernels as fk
+
+from ..graph import Decline, Graph, aten, is_float, need
+from ..views import (
+    ORDER_KEEPING,
+    View,
+    bound,
+    eq,
+    filled,
+    is_number,
+    is_tensor,
+    op,
+    same_map,
+    same_tensor,
+    shape,
+    source,
+    val,
+    view,
+)
+from .linear import Linear, linear_of
+from .masks import shows_all
+
+
+class Call(NamedTuple):
+    """An attention as the graph has it."""
+
+    node: Node  # its result, (B, H, T, D)
+    q: Node
+    k: Node
+    v: Node
+    mask: Node | None
+    dropout: float
+    is_causal: bool
+    scale: float
+    draw: Node | None  # the node that draws the dropout
+    path: list[Node]  # what stands between q, k, v and the result
+
+
+@dataclass
+class Heads:
+    """Where queries, keys or values come from."""
+
+    linear: Linear
+    start: int  # first column
+    scale: float = 1.0
+    path: list[Node] = field(default_factory=list)
+
+
+def sdpa(g: Graph, n: Node) -> None:
+    b = bound(n)
+    q, k, v, mask = b["query"], b["key"], b["value"], b["attn_mask"]
+    p, scale = b["dropout_p"], b["scale"]
+    check_heads(q, k, v)
+    need(is_number(p) and 0 <= p < 1, f"a dropout of {p}")
+    D = val(q).shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    need(is_number(scale) and math.isfinite(scale) and scale > 0, f"a scale of {scale}")
+    check_mask(mask)
+    mask = None if mask is not None and shows_all(mask) else mask
+    call = Call(n, q, k, v, mask, float(p), b["is_causal"], float(scale), n if p else None, [])
+    if b["enable_gqa"]:
+        return by_heads(g, call, enable_gqa=True)
+    attend(g, call)
+
+
+def check_heads(q: Node, k: Node, v: Node) -> None:
+    for t in (q, k, v):
+        need(val(t).ndim in (3, 4) and is_float(t) and filled(t), "heads of other than four axes")
+        need(val(t).ndim == val(q).ndim, "heads of different ranks")
+    D = val(q).shape[-1]
+    need(isinstance(D, int) and D % 8 == 0 and D <= 256, f"a head dim of {D}")
+
+
+def check_mask(mask: Node | None) -> None:
+    if mask is not None:
+        need(val(mask).dtype == torch.bool or is_float(mask), "a mask of integers")
+
+
+def attend(g: Graph, call: Call) -> None:
+    """The widest op that the operands allow."""
+    ways = (packed, packed_with_mask, by_heads)
+    if val(call.node).ndim == 3:
+        ways = (by_rows,)
+    why = ""
+    for way in ways:
+        try:
+            with g.attempt():
+                return way(g, call)
+        except Decline as reason:
+            why = str(reason)
+    raise Decline(why)
+
+
+def packed(g: Graph, call: Call) -> None:
+    """With the projection, as one op."""
+    need(call.mask is None and not call.is_causal, "a mask")
+    x, weight, bias, scale, path = projection(g, call)
+    H = val(call.q).shape[1]
+    options = dict(num_heads=H, scale=call.scale * scale, dropout_p=call.dropout)
+    finish(g, call, path, fk.qkv_attention, (x, weight, bias), options, "qkv_attention")
+
+
+def packed_with_mask(g: Graph, call: Call) -> None:
+    """The projection by itself, then attention that reads it packed."""
+    need(call.mask is not None and not call.is_causal, "no mask, or a causal one")
+    x, weight, bias, scale, path = projection(g, call)
+    H, D = val(call.q).shape[1], val(call.q).shape[3]
+    root = joined(g, call.node)[0]
+    qkv = g.emit(root, fk.linear, x, weight, bias)
+    qkv = g.emit(root, aten.unflatten.int, qkv, -1, [3, H, D])
+    options = dict(attn_mask=call.mask, scale=call.scale * scale, dropout_p=call.dropout)
+    finish(g, call, path, fk.attention, (qkv,), options, "attention")
+
+
+def finish(
+    g: Graph, call: Call, path: list[Node], op: Any, args: tuple, options: dict, rule: str
+) -> None:
+    """An op that gives (B, T, H, D), in place of the attention or of its joined heads."""
+    n = call.node
+    root, way = joined(g, n)
+    gone = g.absorb([*path, *call.path, n, *way], root, draw=call.draw)
+    out = g.emit(root, op, *args, **options)
+    if root is n:
+        new = g.laid_out(root, g.emit(root, aten.transpose.int, out, 1, 2), n)
+    else:
+        new = g.emit(root, aten.flatten.using_ints, out, 2, like=root)
+    g.replace(root, new, gone, rule)
+
+
+def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
+    """Queries, keys and values as they are."""
+    n = call.node
+    need(val(n).ndim == 4, "heads of other than four axes")
+    options = dict(
+        attn_mask=call.mask,
+        dropout_p=call.dropout,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=enable_gqa,
+    )
+    root, way = joined(g, n)
+    gone = g.absorb([*call.path, n, *way], root, draw=call.draw)
+    out = g.emit(root, fk.scaled_dot_product_attention, call.q, call.k, call.v, **options)
+    if root is n:
+        new = g.laid_out(root, out, n)
+    else:
+        by_tokens = g.emit(root, aten.transpose.int, out, 1, 2)
+        new = g.emit(root, aten.flatten.using_ints, by_tokens, 2, like=root)
+    g.replace(root, new, gone, "attention")
+
+
+def by_rows(g: Graph, call: Call) -> None:
+    """Heads in the batch, (B H, T, D): as heads of one sample."""
+    n, mask = call.node, call.mask
+    gone = g.absorb(call.path, n, draw=call.draw)
+    q, k, v = (g.emit(n, aten.unsqueeze.default, t, 0) for t in (call.q, call.k, call.v))
+    if mask is not None and val(mask).ndim == 3:
+        mask = g.emit(n, aten.unsqueeze.default, mask, 0)
+    options = dict(
+        attn_mask=mask, dropout_p=call.dropout, is_causal=call.is_causal, scale=call.scale
+    )
+    out = g.emit(n, fk.scaled_dot_product_attention, q, k, v, **options)
+    new = g.laid_out(n, g.emit(n, aten.squeeze.dim, out, 0), n)
+    g.replace(n, new, gone, "attention")
+
+
+def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:
+    """Where (B, H, T, D) has become (B, T, H D), and the nodes on the way; or n itself."""
+    if val(n).ndim != 4:
+        return n, []
+    B, H, T, D = shape(n)
+    turned = g.only_reader(n)
+    if turned is None or op(turned) not in ("transpose", "permute", "swapaxes", "movedim"):
+        return n, []
+    if not is_tensor(turned) or not same_map(view(turned), view(n).turned(0, 2, 1, 3)):
+        return n, []
+    way, at = [], turned
+    while (reader := g.only_reader(at)) is not None and op(reader) in ORDER_KEEPING:
+        way.append(at)
+        if eq(shape(reader), (B, T, H * D)):
+            return reader, way
+        at = reader
+    return n, []
+
+
+def heads(n: Node) -> Heads:
+    """(B, H, T, D) as columns of a linear layer's result."""
+    path: list[Node] = []
+    at, scale = scaled(same_tensor(n, path), path)
+    base = source(at, path)
+    linear = linear_of(base, "queries, keys and values of no linear layer")
+    B, H, T, D = shape(n)
+    N, start = val(base).shape[-1], val(at).storage_offset()
+    need(val(base).is_contiguous() and eq(val(base).numel(), B * T * N), "rows of other tokens")
+    need(isinstance(start, int) and isinstance(H, int), "a dynamic number of heads")
+    want = View(view(base).storage, start, (B, H, T, D), (T * N, D, N, 1))
+    need(same_map(view(at), want), "heads in another order")
+    return Heads(linear, start, scale, [base, *path])
+
+
+def scaled(n: Node, path: list[Node]) -> tuple[Node, float]:
+    """Back through a product with a number."""
+    if op(n) == "mul" and is_number(n.args[1]) and 0 < n.args[1] < math.inf and not n.kwargs:
+        if is_tensor(n.args[0]) and val(n.args[0]).dtype == val(n).dtype:
+            path.append(n)
+            return same_tensor(n.args[0], path), float(n.args[1])
+    return n, 1.0
+
+
+def projection(g: Graph, call: Call) -> tuple[Node, Node, Node | None, float, list[Node]]:
+    """x (B, T, C), weight (3 H D, C) and bias of the product of all three, their scale, the path."""
+    q, k, v = heads(call.q), heads(call.k), heads(call.v)
+    need(v.scale == 1.0, "values under a scale")
+    B, H, T, D = shape(call.q)
+    x = q.linear.x
+    need(
+        all(same_value(part.linear.x, x) for part in (k, v)), "queries and keys of different inputs"
+    )
+    weight, bias = packed_weights(g, joined(g, call.node)[0], (q, k, v), H * D)
+    if not eq(shape(x)[:-1], (B, T)):
+        sizes = [B, T, shape(x)[-1]]
+        need(all(isinstance(s, int) for s in sizes[1:]), "tokens of dynamic number by windows")
+        root = joined(g, call.node)[0]
+        x = g.emit(root, aten.reshape.default, x, [-1, *sizes[1:]])
+    return x, weight, bias, q.scale * k.scale, [*q.path, *k.path, *v.path]
+
+
+def same_value(a: Node, b: Node) -> bool:
+    """One node, or the same elements of one storage (which `absorb` sees nobody write to)."""
+    a, b = same_tensor(a, []), same_tensor(b, [])
+    return a is b or (same_map(view(a), view(b)) and val(a).dtype == val(b).dtype)
+
+
+def packed_weights(
+    g: Graph, root: Node, parts: tuple[Heads, ...], C: Any
+) -> tuple[Node, Node | None]:
+    """Weight rows [q; k; v] and their bias, joined where they lie apart."""
+    layers = list(dict.fromkeys(part.linear for part in parts))
+    starts = tuple((layers.index(part.linear), part.start) for part in parts)
+    wanted = {
+        1: ((0, 0), (0, C), (0, 2 * C)),
+        2: ((0, 0), (1, 0), (1, C)),
+        3: ((0, 0), (1, 0), (2, 0)),
+    }
+    need(starts == wanted[len(layers)], "queries, keys and values in another order")
+    rows = sum(val(layer.weight).shape[0] for layer in layers)
+    need(eq(rows, 3 * C), "a projection with other columns too")
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
+    weight = g.emit(root, aten.cat.default, [layer.weight for layer in layers])
+    if all(layer.bias is None for layer in layers):
+        return weight, None
+    return weight, g.emit(root, aten.cat.default, [bias_of(g, root, layer) for layer in layers])
+
+
+def bias_of(g: Graph, root: Node, layer: Linear) -> Node:
+    if layer.bias is not None:
+        return layer.bias
+    w = val(layer.weight)
+    return g.emit(root, aten.zeros.default, [w.shape[0]], dtype=w.dtype, device=w.device)
