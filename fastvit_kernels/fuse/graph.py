@@ -2,8 +2,8 @@
 
 A rule reads the graph, raises `Decline` with a phrase that a person understands, or calls
 
-    gone = g.absorb(nodes, root)            # may these nodes go, and root be computed anew?
-    new = g.emit(root, fk.mlp, x, ..., like=root)   # the new call, before root, with root's metadata
+    gone = g.absorb(nodes, root)    # may these nodes go, and root be computed anew?
+    new = g.emit(root, fk.mlp, x, ..., like=root)    # the new call, with root's metadata
     g.replace(root, new, gone)
 
 `absorb` holds what no rule may forget: everything absorbed is pure, in root's region (grad mode,

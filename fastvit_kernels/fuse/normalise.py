@@ -12,7 +12,6 @@ opaque node.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch

@@ -220,15 +220,17 @@ def heads(n: Node) -> Heads:
 
 def scaled(n: Node, path: list[Node]) -> tuple[Node, float]:
     """Back through a product with a number."""
-    if op(n) == "mul" and is_number(n.args[1]) and 0 < n.args[1] < math.inf and not n.kwargs:
-        if is_tensor(n.args[0]) and val(n.args[0]).dtype == val(n).dtype:
-            path.append(n)
-            return same_tensor(n.args[0], path), float(n.args[1])
-    return n, 1.0
+    if op(n) != "mul" or not is_tensor(n.args[0]) or not is_number(n.args[1]):
+        return n, 1.0
+    x, factor = n.args
+    if not 0 < factor < math.inf or val(x).dtype != val(n).dtype:
+        return n, 1.0
+    path.append(n)
+    return same_tensor(x, path), float(factor)
 
 
 def projection(g: Graph, call: Call) -> tuple[Node, Node, Node | None, float, list[Node]]:
-    """x (B, T, C), weight (3 H D, C) and bias of the product of all three, their scale, the path."""
+    """x (B, T, C), weight (3 H D, C), bias of the one product; a scale of the scores; the path."""
     q, k, v = heads(call.q), heads(call.k), heads(call.v)
     need(v.scale == 1.0, "values under a scale")
     B, H, T, D = shape(call.q)

@@ -16,7 +16,19 @@ from torch.fx import Node
 import fastvit_kernels as fk
 
 from ..graph import Graph, need
-from ..views import bound, eq, filled, is_number, is_tensor, op, same_tensor, shape, uncast, val
+from ..views import (
+    CASTS,
+    bound,
+    eq,
+    filled,
+    is_number,
+    is_tensor,
+    op,
+    same_tensor,
+    shape,
+    uncast,
+    val,
+)
 
 
 def layer_norm(g: Graph, n: Node) -> None:
@@ -105,8 +117,9 @@ def product(g: Graph, n: Node, wide: Node) -> Node | None:
 def narrowed(g: Graph, root: Node, path: list[Node], dtype: torch.dtype) -> Node:
     """The cast back to the dtype of x behind a node, if there is one."""
     user = g.only_reader(root)
-    if user is not None and op(user) in ("to", "_to_copy", "type_as") and val(user).dtype == dtype:
-        if val(root).dtype != dtype and eq(shape(user), shape(root)):
-            path.append(root)
-            return user
-    return root
+    if user is None or op(user) not in CASTS or val(root).dtype == dtype:
+        return root
+    if val(user).dtype != dtype or not eq(shape(user), shape(root)):
+        return root
+    path.append(root)
+    return user
