@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ..graph import Graph
-from . import attention, epilogue, linear, mlp, norms
+from . import attention, epilogue, linear, mlp, norms, written_attention
 
 
 class Rule(NamedTuple):
@@ -23,6 +23,7 @@ RULES = (
     Rule(norms.rms_norm, ("rms_norm",)),
     Rule(norms.written_rms_norm, ("rsqrt",)),
     Rule(attention.sdpa, ("scaled_dot_product_attention",)),
+    Rule(written_attention.written_attention, ("matmul", "bmm", "einsum")),
     Rule(mlp.gated_mlp, ("linear",)),
     Rule(mlp.mlp, ("linear",)),
     Rule(epilogue.epilogue, ("add",)),

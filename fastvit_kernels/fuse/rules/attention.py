@@ -123,13 +123,36 @@ def packed(g: Graph, call: Call) -> None:
 def packed_with_mask(g: Graph, call: Call) -> None:
     """The projection by itself, then attention that reads it packed."""
     need(call.mask is not None and not call.is_causal, "no mask, or a causal one")
+    B, H, T, D = shape(call.q)
+    check_broadcast(call.mask, (B, H, T, T), by_windows=True)
     x, weight, bias, scale, path = projection(g, call)
-    H, D = val(call.q).shape[1], val(call.q).shape[3]
     root = joined(g, call.node)[0]
     qkv = g.emit(root, fk.linear, x, weight, bias)
     qkv = g.emit(root, aten.unflatten.int, qkv, -1, [3, H, D])
     options = dict(attn_mask=call.mask, scale=call.scale * scale, dropout_p=call.dropout)
     finish(g, call, path, fk.attention, (qkv,), options, "attention")
+
+
+def by_samples(g: Graph, call: Call) -> Node:
+    """The mask; one of W windows repeated for each image, as its sum with the scores would be."""
+    mask, B = call.mask, shape(call.q)[0]
+    scores = (*shape(call.q)[:3], shape(call.k)[2])
+    check_broadcast(mask, scores, by_windows=True)
+    W = shape(mask)[0]
+    if val(mask).ndim < 4 or eq(W, 1) or eq(W, B):
+        return mask
+    root = joined(g, call.node)[0]
+    images = g.emit(root, aten.expand.default, mask, [B // W, *shape(mask)])
+    return g.emit(root, aten.flatten.using_ints, images, 0, 1)
+
+
+def check_broadcast(mask: Node, scores: tuple[Any, ...], by_windows: bool = False) -> None:
+    """A mask of (B, H, T, S), axes of 1 or missing; perhaps of W windows, a divisor of B."""
+    sizes = (1,) * (4 - val(mask).ndim) + shape(mask)
+    need(len(sizes) == 4, "a mask of more than four axes")
+    for i, (a, b) in enumerate(zip(sizes, scores, strict=True)):
+        fits = eq(a, 1) or eq(a, b) or (i == 0 and by_windows and eq(b % a, 0))
+        need(fits, "a mask of another shape than the scores")
 
 
 def finish(
@@ -151,8 +174,9 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
     """Queries, keys and values as they are."""
     n = call.node
     need(val(n).ndim == 4, "heads of other than four axes")
+    mask = None if call.mask is None else by_samples(g, call)
     options = dict(
-        attn_mask=call.mask,
+        attn_mask=mask,
         dropout_p=call.dropout,
         is_causal=call.is_causal,
         scale=call.scale,

@@ -1,0 +1,284 @@
+"""Attention that a model writes out, scaled anywhere, under masks that are added or filled in.
+
+dropout(softmax(scale (q k^T) + mask)) v       ->  fk.scaled_dot_product_attention and wider
+(q k^T) * s, s one number a head (cosine)      ->  the same of q * s
+scores.masked_fill(hidden, -inf)               ->  a mask of -inf
+windows: scores (B W, H, T, S) + mask (W, 1, T, S) by a view  ->  fk.attention's mask by windows
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from ..graph import Decline, Graph, aten, need
+from ..views import (
+    CASTS,
+    bound,
+    eq,
+    input_of,
+    is_number,
+    is_tensor,
+    op,
+    same_tensor,
+    shape,
+    val,
+)
+from .attention import Call, attend, check_heads
+from .masks import constant, with_hidden_rows
+
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+
+
+@dataclass
+class Scores:
+    """What stands between a softmax and the product of queries and keys."""
+
+    product: Node
+    scale: float = 1.0
+    head_scales: list[Node] = field(default_factory=list)  # (..., 1, 1)
+    masks: list[Node] = field(default_factory=list)  # added
+    hidden: list[Node] = field(default_factory=list)  # boolean, True where -inf
+    path: list[Node] = field(default_factory=list)
+
+
+def written_attention(g: Graph, n: Node) -> None:
+    weights, v = factors(n, "...ts,...sd->...td")
+    path: list[Node] = []
+    softmax, p, draw = behind_softmax(weights, path)
+    b = bound(softmax)
+    need(b["dim"] in (-1, val(softmax).ndim - 1), "a softmax over another axis")
+    scores = scores_of(b["self"], val(softmax).ndim)
+    path += [softmax, *scores.path]
+    for each in path:
+        x = val(each)
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            exact = torch.promote_types(x.dtype, val(n).dtype) == x.dtype
+            need(exact, f"a softmax in {x.dtype} for a result in {val(n).dtype}")
+    q, kt = factors(scores.product, "...td,...sd->...ts")
+    is_turned = op(scores.product) != "einsum"
+    k = g.emit(n, aten.transpose.int, kt, -2, -1) if is_turned else kt
+    check_operands(n, q, k, v, scores)
+    q = under_head_scales(g, n, q, scores.head_scales)
+    mask = mask_of(g, n, scores)
+    attend(g, Call(n, q, k, v, mask, p, False, scores.scale, draw, path))
+
+
+def factors(n: Node, equation: str) -> tuple[Node, Node]:
+    """The operands of a batched matrix product."""
+    if op(n) == "einsum":
+        need(is_equation(n.args[0], equation) and len(n.args[1]) == 2, "another einsum")
+        return n.args[1][0], n.args[1][1]  # type: ignore[index,return-value]
+    need(op(n) in PRODUCTS, "no product of two matrices")
+    first, second = n.args[-2:]
+    need(is_tensor(first) and is_tensor(second), "no product of two matrices")
+    return first, second  # type: ignore[return-value]
+
+
+def is_equation(given: object, wanted: str) -> bool:
+    """Whether an einsum is the wanted one by other letters: "bhij,bhjd->bhid"."""
+    parts = str(given).replace(" ", "").replace("->", ",").split(",")
+    names = wanted.replace("...", "").replace("->", ",").split(",")
+    if len(parts) != 3 or any(len(part) < 2 or not part.isalpha() for part in parts):
+        return False
+    heads = {part[:-2] for part in parts}
+    letters: dict[str, str] = {}
+    for part, name in zip(parts, names, strict=True):
+        for letter, role in zip(part[-2:], name, strict=True):
+            if letters.setdefault(letter, role) != role:
+                return False
+    distinct = len(set(letters.values())) == len(letters)
+    apart = not any(letter in head for head in heads for letter in letters)
+    return len(heads) == 1 and distinct and apart
+
+
+def behind_softmax(n: Node, path: list[Node]) -> tuple[Node, float, Node | None]:
+    """The softmax under a dropout and a cast to the values' dtype."""
+    p, draw = 0.0, None
+    while True:
+        n = same_tensor(n, path)
+        if op(n) == "softmax":
+            return n, p, draw
+        if op(n) == "dropout" and draw is None:
+            b = bound(n)
+            need(is_number(b["p"]) and 0 <= b["p"] < 1, "a dropout of everything")
+            p, draw = float(b["p"]), n
+        else:
+            need(op(n) in CASTS and is_tensor(input_of(n)), "no softmax")
+            need(val(n).is_floating_point(), "no softmax")
+        path.append(n)
+        n = input_of(n)
+
+
+def scores_of(n: Node, rank: int) -> Scores:
+    """Back from a softmax to the product of queries and keys."""
+    found = Scores(n)
+    at = n
+    while True:
+        at = same_tensor(at, found.path)
+        name = op(at)
+        if name in PRODUCTS:
+            return with_product(found, at)
+        found.path.append(at)
+        if name in CASTS and val(at).is_floating_point() and is_tensor(input_of(at)):
+            at = input_of(at)
+        elif name in ("mul", "div"):
+            at = scaled(found, at)
+        elif name == "add":
+            at = masked(found, at)
+        elif name in ("masked_fill", "where"):
+            at = filled(found, at)
+        elif name in ("view", "reshape") and (inner := by_windows(found, at)) is not None:
+            at = inner
+        else:
+            raise Decline(f"{name or 'an unknown call'} between the scores and their softmax")
+
+
+def with_product(found: Scores, at: Node) -> Scores:
+    if op(at) == "baddbmm":
+        b = bound(at)
+        need(b["beta"] in (0, 1) and is_number(b["alpha"]) and b["alpha"] > 0, "scaled scores")
+        if b["beta"] == 1:
+            unscaled(found)
+            found.masks.append(b["self"])
+        found.scale *= b["alpha"]
+    found.product = at
+    found.path.append(at)
+    return found
+
+
+def scaled(found: Scores, at: Node) -> Node:
+    """A scale of the scores: a number, or a tensor of one number a head."""
+    need(len(at.args) == 2, "a scale")
+    y, s = at.args
+    if is_number(y):
+        y, s = s, y
+        need(op(at) == "mul", "a number over the scores")
+    need(is_tensor(y) and (is_number(s) or is_tensor(s)), "a scale")
+    if is_number(s):
+        need(math.isfinite(s) and s > 0, f"a scale of {s}")
+        found.scale = found.scale * s if op(at) == "mul" else found.scale / s
+        return y  # type: ignore[return-value]
+    need(op(at) == "mul", "scores over a tensor")
+    if val(y).ndim < val(s).ndim or not eq(shape(y), shape(at)):
+        y, s = s, y
+    by_head = val(s).ndim == 0 or (val(s).ndim >= 2 and eq(shape(s)[-2:], (1, 1)))
+    need(eq(shape(y), shape(at)) and by_head, "scores times a tensor")
+    found.head_scales.append(s)  # type: ignore[arg-type]
+    return y  # type: ignore[return-value]
+
+
+def masked(found: Scores, at: Node) -> Node:
+    """scores + mask: the operand that leads to the product is the scores."""
+    need(
+        len(at.args) == 2 and not at.kwargs and all(map(is_tensor, at.args)), "scores plus a number"
+    )
+    unscaled(found)
+    for y, mask in (at.args, at.args[::-1]):
+        if eq(shape(y), shape(at)) and leads_to_product(y):
+            found.masks.append(mask)
+            return y
+    raise Decline("a sum of other than scores and a mask")
+
+
+def unscaled(found: Scores) -> None:
+    need(found.scale == 1.0 and not found.head_scales, "a mask that is scaled, too")
+
+
+def leads_to_product(n: Node) -> bool:
+    for _ in range(12):
+        n = same_tensor(n, [])
+        if op(n) in PRODUCTS:
+            return True
+        onward = ("mul", "div", "add", "masked_fill", "view", "reshape", *CASTS)
+        if op(n) not in onward or not is_tensor(input_of(n)):
+            return False
+        n = input_of(n)
+    return False
+
+
+def filled(found: Scores, at: Node) -> Node:
+    """-inf where a boolean mask hides."""
+    b = bound(at)
+    if op(at) == "masked_fill":
+        y, hidden, value = b["self"], b["mask"], b["value"]
+    else:
+        need(is_number(at.args[1]) or is_number(at.args[2]), "scores where another tensor is not")
+        raise Decline("scores chosen by where")
+    need(value == -math.inf, "scores under a mask are set to a finite number")
+    need(val(hidden).dtype == torch.bool and eq(shape(y), shape(at)), "a mask that is no boolean")
+    found.hidden.append(hidden)
+    return y
+
+
+def by_windows(found: Scores, at: Node) -> Node | None:
+    """(B W, H, T, S) -> (B, W, H, T, S) + mask (1, W, 1, T, S) -> back, as Swin writes it."""
+    total = same_tensor(input_of(at), found.path)
+    if val(at).ndim != 4 or op(total) != "add" or len(total.args) != 2:
+        return None
+    for y, mask in (total.args, total.args[::-1]):
+        if not is_tensor(y) or not is_tensor(mask) or not val(y).ndim == val(mask).ndim == 5:
+            continue
+        inner = input_of(y) if op(y) in ("view", "reshape") else None
+        if not is_tensor(inner) or not eq(shape(inner), shape(at)):
+            continue
+        one, W, heads = shape(mask)[:3]
+        if eq((one, W, heads), (1, shape(y)[1], 1)) and eq(shape(y)[2:], shape(at)[1:]):
+            unscaled(found)
+            found.path += [total, y]
+            found.masks.append(mask)
+            return inner
+    return None
+
+
+def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
+    check_heads(q, k, v)
+    lead = shape(q)[:-2]
+    need(eq(shape(k)[:-2], lead) and eq(shape(v)[:-2], lead), "heads that broadcast")
+    need(eq(shape(v)[-2:], shape(k)[-2:]), "values of another width than keys")
+    need(eq(shape(n), shape(q)), "a result of another shape")
+    need(val(q).dtype == val(k).dtype, "queries and keys of different dtypes")
+    for mask in (*scores.masks, *scores.hidden):
+        need(val(mask).ndim <= 5 and val(mask).device == val(q).device, "a mask elsewhere")
+        is_number_like = val(mask).is_floating_point() or val(mask).dtype == torch.bool
+        need(is_number_like, "a mask of integers")
+    for mask in scores.masks:
+        need(val(mask).is_floating_point(), "a boolean mask that is added")
+
+
+def under_head_scales(g: Graph, n: Node, q: Node, scales: list[Node]) -> Node:
+    """(q k^T) s = (q s) k^T where s has one number a head."""
+    for s in scales:
+        need(val(s).dtype == val(q).dtype, "a scale of another dtype")
+        q = g.emit(n, aten.mul.Tensor, q, s)
+    return q
+
+
+def mask_of(g: Graph, n: Node, scores: Scores) -> Node | None:
+    """All masks as one, its wholly hidden rows NaN."""
+    if not scores.masks and len(scores.hidden) == 1:
+        value = constant(scores.hidden[0])
+        if value is not None and not value.all(-1).any():
+            return g.emit(n, aten.logical_not.default, scores.hidden[0])
+    total = None
+    for mask in scores.masks:
+        if val(mask).ndim == 5:
+            mask = g.emit(n, aten.squeeze.dim, mask, 0)
+        total = mask if total is None else g.emit(n, aten.add.Tensor, total, mask)
+    for hidden in scores.hidden:
+        if total is None:
+            options = dict(dtype=val(n).dtype, device=val(n).device)
+            total = g.emit(n, aten.zeros.default, [], **options)
+        total = g.emit(n, aten.masked_fill.Scalar, *broadcast(g, n, total, hidden), -math.inf)
+    return None if total is None else with_hidden_rows(g, n, total)
+
+
+def broadcast(g: Graph, n: Node, mask: Node, hidden: Node) -> tuple[Node, Node]:
+    """masked_fill's first operand must have the full shape."""
+    sizes = torch.broadcast_shapes(shape(mask), shape(hidden))
+    if eq(shape(mask), tuple(sizes)):
+        return mask, hidden
+    return g.emit(n, aten.expand.default, mask, list(sizes)), hidden
