@@ -6,6 +6,7 @@ Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .graph import Decline, Graph
-from .normalise import bodies, forget_fakes, normalised
+from .normalise import bodies, forget_fakes, is_checkpoint, normalised
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .views import hint, op, shape, val
@@ -68,6 +70,7 @@ def fastvit_kernels(
     ours = Options.read(options)
     made = rewrite(gm, example_inputs, ours)
     if ours.compiler == "eager":
+        run_checkpoints(made)
         return made.forward
     return by_inductor(made, example_inputs, mode, ours.rest)
 
@@ -118,6 +121,23 @@ def rewrite_body(gm: GraphModule, mode: Any, options: Options, report: GraphRepo
     gm.recompile()
 
 
+def run_checkpoints(gm: GraphModule) -> None:
+    """Without a compiler torch.compile's node for a checkpoint neither recomputes nor keeps the
+    random state: torch.utils.checkpoint itself does."""
+    for body in bodies(gm):
+        for n in body.graph.nodes:
+            if n.op == "call_function" and is_checkpoint(n.target):
+                keeps_rng = n.kwargs.get("preserve_rng_state", True)
+                n.target, n.kwargs = checkpointed, {"preserve_rng_state": keeps_rng}
+        body.recompile()
+
+
+def checkpointed(body: GraphModule, *args: Any, preserve_rng_state: bool) -> Any:
+    options = dict(use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    policy = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+    return checkpoint(body, *args, **options, context_fn=policy)
+
+
 def by_inductor(
     gm: GraphModule, inputs: list[Any], mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
@@ -156,12 +176,11 @@ def inner_size(name: str, n: Node) -> int:
 
 
 def path_of(n: Node) -> str:
-    """The path of the innermost module that made a node, as Dynamo recorded it."""
+    """The path of the innermost module that made a node: of "L['self'].blocks['0']", blocks.0."""
     stack = list((n.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
-    for before, after in (("L['self'].", ""), ("L['self']", ""), ("_modules['", ""), ("']", "")):
-        path = path.replace(before, after)
-    return path
+    path = re.sub(r"^L\['\w+'\]|_modules|_checkpoint_wrapped_module|_orig_mod", "", path)
+    return ".".join(re.findall(r"\w+", path))
 
 
 def count_declined(gm: GraphModule, report: GraphReport) -> None:
