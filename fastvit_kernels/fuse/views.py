@@ -190,6 +190,79 @@ def source(n: Node, path: list[Node]) -> Node:
     return n
 
 
+def origin(n: Node, path: list[Node]) -> tuple[Node, View]:
+    """What n shows elements of, back through plain views and dense copies, and n's map in it.
+
+    A copy may be left out since `Graph.absorb` sees that nothing writes to it.
+    """
+    base, where = source(n, path), view(n)
+    while (copied_from := dense_copy_of(base)) is not None:
+        through = composed(where, copied_from)
+        if through is None:
+            break
+        path.append(base)
+        base, where = source(copied_from, path), through
+    return base, where
+
+
+def dense_copy_of(n: Node) -> Node | None:
+    """What a row-major copy has the elements of, in the same order."""
+    if op(n) not in ("contiguous", "clone", "reshape", "flatten"):
+        return None
+    base = input_of(n)
+    if not is_tensor(base) or not same_kind(n, base):
+        return None
+    return base if val(n).is_contiguous() and storage_of(val(n)) != storage_of(val(base)) else None
+
+
+def composed(where: View, base: Node) -> View | None:
+    """A map into a dense copy of base, as a map into base's storage."""
+    inner = view(base)
+    steps, step = [], 1
+    for size in reversed(inner.shape):
+        steps.insert(0, step)
+        step = step * size
+    start = unravelled(where.offset, steps)
+    if start is None:
+        return None
+    used = list(start)
+    strides = []
+    for size, stride in zip(where.shape, where.stride, strict=True):
+        if eq(size, 1):
+            strides.append(0)
+            continue
+        for axis, unit in enumerate(steps):
+            times = 1 if eq(stride, unit) else multiple(stride, unit)
+            if times and statically_known_true(used[axis] + (size - 1) * times < inner.shape[axis]):
+                used[axis] = used[axis] + (size - 1) * times
+                strides.append(inner.stride[axis] * times)
+                break
+        else:
+            return None
+    offset = inner.offset + sum(a * b for a, b in zip(start, inner.stride, strict=True))
+    return View(inner.storage, offset, where.shape, tuple(strides))
+
+
+def multiple(stride: Any, unit: Any) -> int:
+    both_known = isinstance(stride, int) and isinstance(unit, int) and unit > 0
+    return stride // unit if both_known and stride % unit == 0 else 0
+
+
+def unravelled(offset: Any, steps: list[Any]) -> list[int] | None:
+    """The index of a dense tensor's element at an offset, or None where it is not plain."""
+    index = [0] * len(steps)
+    if isinstance(offset, int) and all(isinstance(step, int) for step in steps):
+        for axis, step in enumerate(steps):
+            index[axis], offset = divmod(offset, step)
+        return index
+    for axis, step in enumerate(steps):
+        for times in range(4):
+            if eq(offset, times * step):
+                index[axis] = times
+                return index
+    return None
+
+
 def same_tensor(n: Any, path: list[Node]) -> Any:
     """Back through what changes neither a value nor its index: views to the same map, and copies.
 

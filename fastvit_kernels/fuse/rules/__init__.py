@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ..graph import Graph
-from . import attention, epilogue, linear, mlp, norms, written_attention
+from . import attention, epilogue, linear, mlp, norms, rows, written_attention
 
 
 class Rule(NamedTuple):
@@ -24,6 +24,7 @@ RULES = (
     Rule(norms.written_rms_norm, ("rsqrt",)),
     Rule(attention.sdpa, ("scaled_dot_product_attention",)),
     Rule(written_attention.written_attention, ("matmul", "bmm", "einsum")),
+    Rule(rows.rows_in_order, ("linear",)),
     Rule(mlp.gated_mlp, ("linear",)),
     Rule(mlp.mlp, ("linear",)),
     Rule(epilogue.epilogue, ("add",)),

@@ -30,10 +30,10 @@ from ..views import (
     is_number,
     is_tensor,
     op,
+    origin,
     same_map,
     same_tensor,
     shape,
-    source,
     val,
     view,
 )
@@ -62,6 +62,7 @@ class Heads:
 
     linear: Linear
     start: int  # first column
+    sequence_first: bool = False  # whether the rows of the product are (T, B), not (B, T)
     scale: float = 1.0
     path: list[Node] = field(default_factory=list)
 
@@ -163,11 +164,21 @@ def finish(
     root, way = joined(g, n)
     gone = g.absorb([*path, *call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, op, *args, **options)
+    g.replace(root, in_place_of(g, root, n, out), gone, rule)
+
+
+def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:
+    """(B, T, H, D) as what stood at root: (B, H, T, D), (B, T, H D), (T, B, H D) or (T B, H D)."""
     if root is n:
-        new = g.laid_out(root, g.emit(root, aten.transpose.int, out, 1, 2), n)
-    else:
-        new = g.emit(root, aten.flatten.using_ints, out, 2, like=root)
-    g.replace(root, new, gone, rule)
+        return g.laid_out(root, g.emit(root, aten.transpose.int, out, 1, 2), n)
+    rows = g.emit(root, aten.flatten.using_ints, out, 2)
+    B, H, T, D = shape(n)
+    if eq(shape(root), (B, T, H * D)) and not joined_by_token(g, n):
+        return g.laid_out(root, rows, root)
+    rows = g.emit(root, aten.transpose.int, rows, 0, 1)
+    if val(root).ndim == 2:
+        rows = g.emit(root, aten.flatten.using_ints, rows, 0, 1)
+    return g.laid_out(root, rows, root)
 
 
 def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
@@ -188,8 +199,8 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
     if root is n:
         new = g.laid_out(root, out, n)
     else:
-        by_tokens = g.emit(root, aten.transpose.int, out, 1, 2)
-        new = g.emit(root, aten.flatten.using_ints, by_tokens, 2, like=root)
+        by_token = g.emit(root, aten.transpose.int, out, 1, 2)
+        new = in_place_of(g, root, n, by_token)
     g.replace(root, new, gone, "attention")
 
 
@@ -209,37 +220,50 @@ def by_rows(g: Graph, call: Call) -> None:
 
 
 def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:
-    """Where (B, H, T, D) has become (B, T, H D), and the nodes on the way; or n itself."""
+    """Where (B, H, T, D) has become (B, T, H D), (T, B, H D) or (T B, H D), and the nodes on the
+    way; or n itself."""
     if val(n).ndim != 4:
         return n, []
     B, H, T, D = shape(n)
     turned = g.only_reader(n)
     if turned is None or op(turned) not in ("transpose", "permute", "swapaxes", "movedim"):
         return n, []
-    if not is_tensor(turned) or not same_map(view(turned), view(n).turned(0, 2, 1, 3)):
+    if joined_by_token(g, n):
+        wanted = ((T, B, H * D), (T * B, H * D))
+    elif same_map(view(turned), view(n).turned(0, 2, 1, 3)):
+        wanted = ((B, T, H * D),)
+    else:
         return n, []
     way, at = [], turned
     while (reader := g.only_reader(at)) is not None and op(reader) in ORDER_KEEPING:
         way.append(at)
-        if eq(shape(reader), (B, T, H * D)):
+        if any(eq(shape(reader), sizes) for sizes in wanted):
             return reader, way
         at = reader
     return n, []
+
+
+def joined_by_token(g: Graph, n: Node) -> bool:
+    """Whether (B, H, T, D) is turned to (T, B, H, D), as nn.MultiheadAttention does."""
+    turned = g.only_reader(n)
+    return turned is not None and same_map(view(turned), view(n).turned(2, 0, 1, 3))
 
 
 def heads(n: Node) -> Heads:
     """(B, H, T, D) as columns of a linear layer's result."""
     path: list[Node] = []
     at, scale = scaled(same_tensor(n, path), path)
-    base = source(at, path)
+    base, where = origin(at, path)
     linear = linear_of(base, "queries, keys and values of no linear layer")
     B, H, T, D = shape(n)
-    N, start = val(base).shape[-1], val(at).storage_offset()
+    N, start = val(base).shape[-1], where.offset
     need(val(base).is_contiguous() and eq(val(base).numel(), B * T * N), "rows of other tokens")
     need(isinstance(start, int) and isinstance(H, int), "a dynamic number of heads")
-    want = View(view(base).storage, start, (B, H, T, D), (T * N, D, N, 1))
-    need(same_map(view(at), want), "heads in another order")
-    return Heads(linear, start, scale, [base, *path])
+    by_batch = View(where.storage, start, (B, H, T, D), (T * N, D, N, 1))
+    by_token = by_batch._replace(stride=(N, D, B * N, 1))
+    sequence_first = not same_map(where, by_batch)
+    need(not sequence_first or same_map(where, by_token), "heads in another order")
+    return Heads(linear, start, sequence_first, scale, [base, *path])
 
 
 def scaled(n: Node, path: list[Node]) -> tuple[Node, float]:
@@ -262,11 +286,15 @@ def projection(g: Graph, call: Call) -> tuple[Node, Node, Node | None, float, li
     need(
         all(same_value(part.linear.x, x) for part in (k, v)), "queries and keys of different inputs"
     )
-    weight, bias = packed_weights(g, joined(g, call.node)[0], (q, k, v), H * D)
-    if not eq(shape(x)[:-1], (B, T)):
+    need(q.sequence_first == k.sequence_first == v.sequence_first, "rows in different orders")
+    root = joined(g, call.node)[0]
+    weight, bias = packed_weights(g, root, (q, k, v), H * D)
+    if q.sequence_first:
+        need(eq(shape(x)[:-1], (T, B)), "rows of other tokens")
+        x = g.emit(root, aten.transpose.int, x, 0, 1)
+    elif not eq(shape(x)[:-1], (B, T)):
         sizes = [B, T, shape(x)[-1]]
         need(all(isinstance(s, int) for s in sizes[1:]), "tokens of dynamic number by windows")
-        root = joined(g, call.node)[0]
         x = g.emit(root, aten.reshape.default, x, [-1, *sizes[1:]])
     return x, weight, bias, q.scale * k.scale, [*q.path, *k.path, *v.path]
 
