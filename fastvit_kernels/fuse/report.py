@@ -1,19 +1,42 @@
-"""What fused, what is left and why."""
+"""What a model's graphs became: how much of them runs in our ops, and why the rest does not.
+
+Dynamo captures a graph at a call, so a report fills then. Each graph is recorded under the
+parameters that it reads; the model is not held alive by it.
+"""
 
 from __future__ import annotations
 
+import re
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..runtime.backend import reason_for_torch
+from ..runtime.plain import is_raw
+from .dynamo import Compile, break_reason, compile_under_way
 
 
 @dataclass(frozen=True)
 class Left:
-    """A product or attention that stays with the model."""
+    """A product or an attention that stays with the host.
 
-    name: str  # the module's path, "blocks.0.attn"
+    Attributes:
+        name: the module that computes it, "blocks.0.attn"; "" the model itself.
+        op: "linear", "matmul", ...; "" of a module that only= or skip= left out.
+        flops: of its forward.
+        reason: one phrase.
+    """
+
+    name: str
     op: str
     flops: int
     reason: str
@@ -21,22 +44,258 @@ class Left:
 
 @dataclass
 class GraphReport:
-    """One graph that Dynamo captured."""
+    """One graph that Dynamo captured.
 
-    flops: int = 0
-    fused_flops: int = 0
-    rules: Counter[str] = field(default_factory=Counter)
-    left: list[Left] = field(default_factory=list)
-    declined: str | None = None
-    seconds: float = 0.0
+    Attributes:
+        flops: of matmuls, convolutions and attention in its forward.
+        fused_flops: the part of them in our ops.
+        rules: how often each rule fired.
+        left: what stays with the host.
+        declined: why the whole graph runs as Dynamo gave it, or None.
+        seconds: of rewriting it.
+        compiled: frame and number of the compile, as torch's logs print them; None unknown.
+        graph_break: why Dynamo ended the graph early; "" where it did not.
+    """
+
+    flops: int
+    fused_flops: int
+    rules: Counter[str]
+    left: list[Left]
+    declined: str | None
+    seconds: float
+    compiled: Compile | None = None
+    graph_break: str = ""
 
     @property
     def share(self) -> float:
+        """fused_flops of flops; 1.0 where there is nothing to fuse."""
         return self.fused_flops / self.flops if self.flops else 1.0
 
 
-REPORTS: list[GraphReport] = []
+@dataclass
+class Calls:
+    """What became of the calls of one module that swap_in swapped.
+
+    Attributes:
+        name: the module and the method, "blocks.0" or "forward_features".
+        graphs: those that its calls made.
+        limit: the limit of torch._dynamo past which new kinds of calls run the host's forward; "".
+        as_python: how many calls Dynamo ran as Python, without a graph.
+        notes: what else happened to it, a line each.
+    """
+
+    name: str
+    graphs: list[GraphReport] = field(default_factory=list)
+    limit: str = ""
+    as_python: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, line: str) -> None:
+        if line not in self.notes:
+            self.notes.append(line)
 
 
-def record(report: GraphReport, tensors: Iterable[Tensor]) -> None:
-    REPORTS.append(report)
+_lock = threading.Lock()
+_graphs_of = WeakIdKeyDictionary()  # parameter -> the reports of graphs that read it
+_collecting: ContextVar[Calls | None] = ContextVar("fastvit_kernels.collecting", default=None)
+
+
+def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | None = None) -> None:
+    """Keep the report of a graph that is compiled now.
+
+    Args:
+        tensors: the parameters that the graph reads.
+        gm: the graph as Dynamo gave it, which knows why it ended.
+    """
+    report.compiled = compile_under_way()
+    report.graph_break = "" if gm is None else break_reason(gm)
+    calls = _collecting.get()
+    with _lock:
+        for tensor in tensors:
+            _graphs_of.setdefault(tensor, []).append(report)
+        if calls is not None:
+            calls.graphs.append(report)
+
+
+@contextmanager
+def collecting(calls: Calls) -> Iterator[None]:
+    """Inside, graphs that are recorded are those of these calls too."""
+    before = _collecting.set(calls)
+    try:
+        yield
+    finally:
+        _collecting.reset(before)
+
+
+def reports_of(model: nn.Module) -> list[GraphReport]:
+    """The reports of graphs that read a parameter of the model, in the order of their compiles."""
+    with _lock:
+        found = [r for p in model.parameters() for r in _graphs_of.get(p, ())]
+    return unique(found)
+
+
+def unique(reports: Iterable[GraphReport]) -> list[GraphReport]:
+    return list({id(r): r for r in reports}.values())
+
+
+class _Summary:
+    """What a list of graphs says together, and how a person reads it."""
+
+    graphs: list[GraphReport]
+    calls: list[Calls]
+    pytorch: str
+
+    @property
+    def flops(self) -> int:
+        return sum(g.flops for g in self.graphs)
+
+    @property
+    def fused_flops(self) -> int:
+        return sum(g.fused_flops for g in self.graphs)
+
+    @property
+    def share(self) -> float:
+        """The share of the FLOPs of matmuls, convolutions and attention in our ops, 0 to 1; 0
+        before the first call."""
+        return self.fused_flops / self.flops if self.flops else float(bool(self.graphs))
+
+    @property
+    def left(self) -> list[Left]:
+        """What stays with the host, once each, the most FLOPs first."""
+        found = dict.fromkeys(row for g in self.graphs for row in g.left)
+        return sorted(found, key=lambda row: -row.flops)
+
+    @property
+    def graph_breaks(self) -> list[str]:
+        """Why Dynamo split forwards, one reason a break."""
+        return [g.graph_break for g in self.graphs if g.graph_break]
+
+    @property
+    def recompiles(self) -> int:
+        """How many graphs were made since another kind of call came: sizes, modes, hooks, ..."""
+        return sum(g.compiled is not None and g.compiled.times > 0 for g in self.graphs)
+
+    @property
+    def limits(self) -> list[str]:
+        """Each module whose new kinds of calls run the host's forward, and by which limit."""
+        return [f"{c.name or 'the model'}: {c.limit}" for c in self.calls if c.limit]
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            lines = ["no graph yet: the first call makes one, or give example="]
+        else:
+            lines = [self._headline(), *_left_lines(self.left)]
+        lines += [
+            f"declined: {why}" for why in dict.fromkeys(g.declined for g in self.graphs) if why
+        ]
+        lines += _counted("graph break", self.graph_breaks)
+        lines += [f"limit met, new kinds of calls run the host's forward: {x}" for x in self.limits]
+        lines += [f"{c.name or 'the model'}: {note}" for c in self.calls for note in c.notes]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        percent = f"{100 * self.share:.1f} % of the matmul and attention FLOPs"
+        if self.pytorch:
+            how = f"would be fused by kernels on a GPU; here PyTorch runs them: {self.pytorch}"
+        else:
+            how = "are fused by kernels"
+        graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"
+        again = f", {self.recompiles} of them recompiles" if self.recompiles else ""
+        return f"{percent} {how} ({graphs}{again})"
+
+
+def _left_lines(left: list[Left]) -> list[str]:
+    """Rows that differ only by the number of a block are one line."""
+    alike: dict[tuple[str, str, str], list[Left]] = {}
+    for row in left:
+        alike.setdefault((re.sub(r"\d+", "*", row.name), row.op, row.reason), []).append(row)
+    return [
+        f"  {f'{len(rows)} x ' if len(rows) > 1 else ''}{name or 'the model'}"
+        f"{f' {op}' if op else ''}: {reason}"
+        for (name, op, reason), rows in alike.items()
+    ]
+
+
+def _counted(what: str, reasons: list[str]) -> list[str]:
+    return [f"{n} {what}{'s' * (n > 1)}: {why}" for why, n in Counter(reasons).items()]
+
+
+@dataclass
+class SwapReport(_Summary):
+    """What swap_in did. Fills at the first call of the model, or at once with example=.
+
+    Attributes:
+        modules: the names of the modules that were swapped, "" the model itself.
+        calls: what became of the calls of each.
+        left_out: modules that only= or skip= left to the host.
+        measured: what measure= found; "".
+    """
+
+    modules: list[str]
+    calls: list[Calls]
+    left_out: list[Left] = field(default_factory=list)
+    measured: str = ""
+    model: Any = field(default=None, repr=False)  # a weak reference
+
+    @property
+    def graphs(self) -> list[GraphReport]:  # type: ignore[override]
+        return unique(g for calls in self.calls for g in calls.graphs)
+
+    @property
+    def left(self) -> list[Left]:
+        return super().left + self.left_out
+
+    @property
+    def pytorch(self) -> str:  # type: ignore[override]
+        """Why PyTorch runs the ops here; "" where kernels do."""
+        model = self.model() if self.model is not None else None
+        return "" if model is None else reason_for_pytorch(model)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *filter(None, [self.measured])])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"model": None}
+
+
+@dataclass
+class ModelStatus(_Summary):
+    """The graphs that a model has now, whoever compiled them.
+
+    Attributes:
+        graphs: a report each.
+        calls: what became of the calls of each module that is swapped.
+        pytorch: why PyTorch runs the ops here; "" where kernels do.
+    """
+
+    graphs: list[GraphReport]
+    calls: list[Calls]
+    pytorch: str
+
+
+def reason_for_pytorch(model: nn.Module) -> str:
+    """Why PyTorch runs ops on the model's parameters; "" where kernels do."""
+    found = next((p for p in model.parameters() if p.is_floating_point() and is_raw(p)), None)
+    return (reason_for_torch(found) or "") if found is not None else ""
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """The graphs of a model as things are now: by swap_in, or by torch.compile with our backend.
+
+    Args:
+        model: any nn.Module, a wrapper such as DDP or a compiled module too.
+    Returns: a ModelStatus: .share, .left, .graphs, .graph_breaks, .recompiles, .limits; text by
+        print.
+    Raises: TypeError for another model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"status: model must be an nn.Module, got {type(model).__name__}")
+    from .swap import swapped_methods
+
+    calls = [s.calls for s in swapped_methods(model)]
+    graphs = unique([g for c in calls for g in c.graphs] + reports_of(model))
+    return ModelStatus(graphs, calls, reason_for_pytorch(model))
+
+
+def weakly(model: nn.Module) -> Any:
+    return weakref.ref(model)

@@ -1,0 +1,98 @@
+"""What this package asks of torch._dynamo by names that no release promises.
+
+Each function says what stands in where a release has the name no more; none of them raises for
+that. Everything is asked while a call is traced or compiled, never at import.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule
+
+
+def guard_hooks() -> None:
+    """Let the graph that is compiled now see hooks that come after it.
+
+    By default Dynamo guards no empty dict of hooks, so that a hook added after the first call never
+    runs. Only the guards of the compile under way change, no setting of torch's. Called by the
+    backend. Gone: torch's default.
+    """
+    try:
+        from torch._dynamo.guards import GuardBuilder
+
+        context = torch._guards.TracingContext.try_get()
+        empty, length = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT, GuardBuilder.SEQUENCE_LENGTH
+        guards = context.guards_context.dynamo_guards if context is not None else ()
+    except (ImportError, AttributeError):
+        return
+    for guard in guards:
+        if guard.create_fn is empty:
+            guard.create_fn = length
+
+
+class Compile(NamedTuple):
+    """Which compile is under way: of which frame, and how often that was compiled before."""
+
+    frame: int
+    times: int
+
+
+def compile_under_way() -> Compile | None:
+    """None outside a compile. Gone: None, and no recompile is counted."""
+    try:
+        found: Any = torch._guards.CompileContext.current_compile_id()
+        return None if found is None else Compile(found.frame_id, found.frame_compile_id)
+    except AttributeError:
+        return None
+
+
+def break_reason(gm: GraphModule) -> str:
+    """Why Dynamo ended this graph before the end of the forward, in one line; "" if it did not.
+
+    Gone: "", and no graph break is counted.
+    """
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if not getattr(why, "graph_break", False):
+        return ""
+    lines = str(getattr(why, "reason", "")).strip().splitlines()
+    return lines[0] if lines else "a graph break"
+
+
+def limit_met(code: CodeType) -> str:
+    """The limit by which Dynamo compiles this code object no more; "" where none is met.
+
+    Gone: "", and a call that ran as Python says no reason.
+    """
+    try:
+        from torch._dynamo import config
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        graphs, limit = len(_debug_get_cache_entry_list(code)), config.recompile_limit
+    except (ImportError, AttributeError):
+        return ""
+    return f"recompile_limit = {limit}" if graphs >= limit else ""
+
+
+class Outer(NamedTuple):
+    """The compiler that somebody's own torch.compile hands its graph to."""
+
+    output: Any
+    inductor: Any  # torch's wrapper with the options of torch.compile; None for another backend
+
+
+def outer_compile() -> Outer | None:
+    """Called while Dynamo traces: whose compile it is. Gone: None, and it gets the host's graph."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        output: Any = InstructionTranslator.current_tx().output
+        inner = output.compiler_fn
+        while hasattr(inner, "_torchdynamo_orig_backend"):
+            inner = inner._torchdynamo_orig_backend
+        inductor = getattr(torch, "_TorchCompileInductorWrapper", ())
+        return Outer(output, inner if isinstance(inner, inductor) else None)
+    except (ImportError, AttributeError):
+        return None
