@@ -185,6 +185,8 @@ class _Summary:
             lines = ["no graph yet: the first call makes one, or give example="]
         else:
             lines = [self._headline(), *_left_lines(self.left)]
+        if any(not c.name for c in self.calls):
+            lines += ["modules inside run their host's forward where they are called by themselves"]
         lines += [
             f"declined: {why}" for why in dict.fromkeys(g.declined for g in self.graphs) if why
         ]

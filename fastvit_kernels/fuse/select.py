@@ -50,7 +50,7 @@ def check_untouched(model: nn.Module, regional: bool) -> None:
             )
 
 
-def names_of(argument: str, patterns: str | Iterable[str], model: nn.Module) -> set[str]:
+def names_of(argument: str, patterns: str | Iterable[str], model: nn.Module) -> list[str]:
     """The names of the modules that the patterns match.
 
     Raises: TypeError for what is no pattern; ValueError, with near names, for one without a match.
@@ -70,7 +70,7 @@ def names_of(argument: str, patterns: str | Iterable[str], model: nn.Module) -> 
                 f"swap_in: {argument}={pattern!r} is no module of this model{near(pattern, names)}"
             )
         found |= matched
-    return found
+    return [n for n in names if n in found]
 
 
 def near(pattern: str, names: list[str]) -> str:

@@ -17,7 +17,7 @@ from types import FunctionType, MethodType
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..runtime.compat import constant_when_traced, is_dynamo_compiling, is_observed
 from . import dynamo, report, select
@@ -31,7 +31,6 @@ DropPath = Literal["mask", "skip"]
 _ENTRANCES = re.compile(r"forward_\w+|encode_\w+|get_intermediate_layers|get_\w+_features")
 _REPLICATE = "_replicate_for_data_parallel"
 _numbers = itertools.count()
-_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -91,6 +90,7 @@ class Swapped:
         where = self.name if self.method == "forward" else f"{self.name}.{self.method}".strip(".")
         self.calls = Calls(where)
         self.compiled: Callable[..., Any] | None = None
+        self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
         self.looked = self.method != "forward"
 
@@ -106,6 +106,10 @@ class Swapped:
         """The host's method; inspect.signature reads it."""
         return self.own or MethodType(getattr(type(self.module), self.method), self.module)
 
+    @property
+    def __code__(self) -> Any:  # torch.export reads it
+        return self.__wrapped__.__code__
+
     def host(self, *args: Any, **kwargs: Any) -> Any:
         """The host's method, in a form that Dynamo traces."""
         if self.own is not None:
@@ -118,11 +122,14 @@ class Swapped:
             return self.host(*args, **kwargs)
         if is_observed() or torch.compiler.is_exporting():  # whoever looks on wants the host's ops
             return self.host(*args, **kwargs)
-        compiled = self.compiled or self.compile()
         try:
-            out = compiled(*args, **kwargs)
-        except self.tracing_errors as error:
-            failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            out = (self.compiled or self.first_call)(*args, **kwargs)
+        except Exception as error:
+            # What Dynamo raises while it traces; it adds these words to the host's own errors, too.
+            text = str(error).strip()
+            if not isinstance(error, self.tracing_errors) and "\nfrom user code:" not in text:
+                raise
+            failure = f"{type(error).__name__}: {text.splitlines()[0]}"
         else:
             if not self.looked:
                 self.look()
@@ -131,18 +138,23 @@ class Swapped:
         self.run_host(f"torch._dynamo cannot trace it ({failure})")
         return out
 
-    def compile(self) -> Callable[..., Any]:
-        with _lock:
-            if self.compiled is None:
-                try:
-                    from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+    def first_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Threads that come at once wait: each would make a graph of its own."""
+        with self.lock:
+            compiled = self.compiled or self.compile()
+            out = compiled(*args, **kwargs)
+            self.compiled = compiled
+        return out
 
-                    self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
-                    self.compiled = torch.compile(_entry(self), backend=self.backend)
-                except (ImportError, AttributeError) as error:
-                    self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
-            assert self.compiled is not None
-            return self.compiled
+    def compile(self) -> Callable[..., Any]:
+        try:
+            from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
+
+            self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
+            return torch.compile(_entry(self), backend=self.backend)
+        except (ImportError, AttributeError) as error:
+            self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
+            return self.host
 
     def run_host(self, why: str) -> None:
         """From now on, and say so."""
@@ -214,6 +226,11 @@ class Swapped:
             swapped.remove_from(replica)
         return replica
 
+    def put_into(self, module: nn.Module) -> None:
+        vars(module)[self.method] = self
+        if self.method == "forward":
+            vars(module)[_REPLICATE] = self.replicate
+
     def remove_from(self, module: nn.Module) -> None:
         own = vars(module)
         own.pop(self.method, None)
@@ -239,8 +256,8 @@ def _entrances(module: nn.Module) -> list[str]:
 
 def _install(name: str, module: nn.Module, settings: Settings, methods: list[str]) -> list[Calls]:
     made = [Swapped(module, settings, name, method) for method in methods]
-    vars(module).update({swapped.method: swapped for swapped in made})
-    vars(module)[_REPLICATE] = made[0].replicate
+    for swapped in made:
+        swapped.put_into(module)
     return [swapped.calls for swapped in made]
 
 

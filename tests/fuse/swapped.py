@@ -1,0 +1,61 @@
+"""A small ViT of timm, its host, and when two steps are the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fastvit_kernels.fuse.swap import swap_in
+
+timm = pytest.importorskip("timm")
+
+VIT = dict(img_size=32, patch_size=16, embed_dim=64, num_heads=2, num_classes=10, init_values=0.1)
+
+
+def vit(depth=2, **settings):
+    from timm.models.vision_transformer import VisionTransformer
+
+    torch.manual_seed(0)
+    return VisionTransformer(depth=depth, **{**VIT, **settings})
+
+
+def images(batch=2, size=32, seed=0):
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def swapped_and_host(model=None, **settings):
+    model = vit() if model is None else model
+    host = copy.deepcopy(model)
+    swap_in(model, **settings)
+    return model, host
+
+
+def assert_same(actual, wanted):
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_step(model, host, x=None, seed=0):
+    """Outputs and gradients of all parameters, with the same draws."""
+    x = images() if x is None else x
+    results = []
+    for m in (model, host):
+        m.zero_grad()
+        torch.manual_seed(seed)
+        y = m(x)
+        y.square().mean().backward()
+        results.append((y.detach(), [p.grad for p in m.parameters()]))
+    (y, grads), (wanted, wanted_grads) = results
+    assert_same(y, wanted)
+    for grad, other in zip(grads, wanted_grads, strict=True):
+        assert_same(grad, other)
+
+
+@contextmanager
+def no_warning():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "swap_in")
+        yield

@@ -1,0 +1,593 @@
+"""swap_in: the same model, its forward through torch.compile with our rules, and back again."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from swapped import assert_same, assert_same_step, images, no_warning, swapped_and_host, vit
+from torch import nn
+
+from fastvit_kernels.fuse.report import status
+from fastvit_kernels.fuse.swap import swap_in, swap_out
+
+ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+def graphs(model):
+    return len(status(model).graphs)
+
+
+# In place.
+
+
+@ways
+def test_swap_in_changes_nothing_but_the_forward(regional):
+    model, host = vit(), vit()
+    parameters = {n: id(p) for n, p in model.named_parameters()}
+    classes, text = [type(m) for m in model.modules()], repr(model)
+    state = torch.get_rng_state()
+    swap_in(model, regional=regional)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {n: id(p) for n, p in model.named_parameters()} == parameters
+    assert [type(m) for m in model.modules()] == classes and repr(model) == text
+    assert list(model.state_dict()) == list(host.state_dict())
+    host.load_state_dict(model.state_dict())
+    assert inspect.signature(model.forward) == inspect.signature(host.forward)
+    with no_warning():
+        assert_same_step(model, host)
+    assert graphs(model) == (2 if regional else 1)
+
+
+@ways
+def test_swap_out_undoes_all(regional):
+    model = vit()
+    before = [set(vars(m)) for m in model.modules()]
+    wanted = model(images())
+    swap_in(model, regional=regional)
+    model(images())
+    swap_out(model)
+    assert [set(vars(m)) for m in model.modules()] == before
+    made = dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch.equal(model(images()), wanted)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == made
+
+
+def test_swap_out_keeps_a_forward_that_the_instance_had():
+    model = vit()
+    own = lambda x: model.forward_head(model.forward_features(x) * 2)  # noqa: E731
+    model.forward = own
+    wanted = model(images())
+    swap_in(model)
+    assert_same(model(images()), wanted)
+    swap_out(model)
+    assert model.forward is own
+
+
+def test_swap_out_wants_a_later_forward_undone_first():
+    model, _ = swapped_and_host()
+    inner = model.forward
+    model.forward = lambda x: inner(x)
+    with pytest.raises(ValueError, match="forward was set since swap_in"):
+        swap_out(model)
+    model.forward = inner
+    swap_out(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_second_call_sets_everything_anew():
+    model, host = swapped_and_host()
+    model(images())
+    swap_in(model, regional=True)
+    assert_same_step(model, host)
+    assert "forward" not in vars(model) and "forward" in vars(model.blocks[0])
+
+
+def test_a_swapped_model_is_freed():
+    model, _ = swapped_and_host()
+    model(images())
+    gone = weakref.ref(model)
+    del model
+    dynamo.reset()  # its cache holds what it guards
+    gc.collect()
+    assert gone() is None
+
+
+# Other entrances (trap 6).
+
+
+def test_entrances_besides_forward_are_swapped_too():
+    model, host = swapped_and_host()
+    assert_same(model.forward_features(images()), host.forward_features(images()))
+    assert graphs(model) == 1
+    got = model.get_intermediate_layers(images(), n=2)
+    for x, y in zip(got, host.get_intermediate_layers(images(), n=2), strict=True):
+        assert_same(x, y)
+    assert graphs(model) == 2
+    report = swap_in(model)
+    assert {c.name for c in report.calls} >= {"", "forward_features", "get_intermediate_layers"}
+
+
+def test_a_child_called_alone_runs_as_its_host_and_the_report_says_so():
+    model, host = swapped_and_host()
+    x = torch.randn(2, 5, 64)
+    assert_same(model.blocks[0](x), host.blocks[0](x))
+    assert graphs(model) == 0
+    model(images())
+    assert "called by themselves" in str(status(model))
+    assert "called by themselves" not in str(swap_in(model, regional=True))
+
+
+# Hooks that come later (trap 1).
+
+
+@ways
+def test_hooks_added_after_the_first_call_are_seen(regional):
+    model, host = swapped_and_host(regional=regional)
+    model(images())
+    first = graphs(model)
+    seen = []
+    handles = []
+    for m in (model, host):
+        hook = lambda module, args, out, m=m: (seen.append(m is model), out * 2)[1]  # noqa: E731
+        handles.append(m.blocks[0].attn.register_forward_hook(hook))
+    assert_same(model(images()), host(images()))
+    assert seen.count(True) == seen.count(False) == 1
+    handles[0].remove()
+    handles[1].remove()
+    made = graphs(model)
+    assert_same(model(images()), host(images()))
+    assert graphs(model) == made  # the first graph again
+    for m in (model, host):
+        m.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        m.register_forward_hook(lambda module, args, out: out + 1)
+    assert_same(model(images()), host(images()))
+    assert first <= graphs(model) <= first + 3
+
+
+def test_seeing_hooks_changes_no_setting_of_torch():
+    before = dynamo.config.get_config_copy()
+    model, _ = swapped_and_host()
+    model(images())
+    assert dynamo.config.get_config_copy() == before
+
+
+def test_a_global_hook_sees_every_module():
+    model, host = swapped_and_host()
+    model(images())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: seen.append(type(m)))
+    try:
+        model(images())
+        ours = list(seen)
+        seen.clear()
+        host(images())
+    finally:
+        handle.remove()
+    assert ours == seen
+
+
+@ways
+def test_edits_after_the_first_call_are_seen(regional):
+    model, host = swapped_and_host(regional=regional)
+    assert_same(model(images()), host(images()))
+    for m in (model, host):
+        m.blocks[0].mlp.act = nn.ReLU()
+    assert_same(model(images()), host(images()))
+    for m in (model, host):
+        m.blocks[0].norm1.eps = 0.1
+        m.blocks[1] = nn.Identity()
+    assert_same(model(images()), host(images()))
+
+
+def test_a_class_patched_after_the_first_call_is_seen(monkeypatch):
+    model, host = swapped_and_host()
+    model(images())
+    original = type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, x: original(self, x) * 2)
+    assert_same(model(images()), host(images()))
+
+
+# Graphs (traps 2, 7, 8, 9).
+
+
+def test_blocks_of_twelve_rates_are_twelve_graphs():
+    model, host = swapped_and_host(vit(12, drop_path_rate=0.2), regional=True)
+    with no_warning():
+        assert_same_step(model, host)
+    assert graphs(model) == 12 and not status(model).limits
+    with no_warning():
+        assert_same_step(model.eval(), host.eval())
+    assert graphs(model) == 24
+
+
+class Scaled(nn.Module):
+    """Each value of `scale` is a graph of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 0
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * len("x" * self.scale)
+
+
+def test_a_limit_of_recompiles_is_one_warning_and_a_row():
+    model, host = swapped_and_host(Scaled())
+    x = torch.randn(2, 8)
+    with dynamo.config.patch(recompile_limit=3):
+        for scale in range(3):
+            model.scale = host.scale = scale
+            with no_warning():
+                assert_same(model(x), host(x))
+        model.scale = host.scale = 3
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", RuntimeWarning)
+            for model.scale in range(3, 6):
+                host.scale = model.scale
+                assert_same(model(x), host(x))
+        assert ["as many graphs of it as it may" in str(w.message) for w in warned] == [True]
+    assert status(model).limits == ["the model: recompile_limit = 3"]
+    assert "recompile_limit = 3" in str(status(model))
+    assert status(model).recompiles == 2
+
+
+def test_other_batches_are_one_more_graph():
+    model, host = swapped_and_host()
+    for batch in (2, 3, 5, 8):
+        assert_same(model(images(batch)), host(images(batch)))
+    assert graphs(model) == 2 and status(model).recompiles == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True),
+        lambda: nn.Linear(8, 8),
+    ],
+    ids=["Sequential", "TransformerEncoderLayer", "Linear"],
+)
+def test_modules_of_torch_itself_are_captured(make):
+    model, host = swapped_and_host(make())
+    x = torch.randn(2, 5, 8)
+    assert_same(model(x), host(x))
+    assert graphs(model) == 1
+
+
+# Copies (trap 4).
+
+
+@ways
+def test_copies_keep_their_own_weights_and_stay_swapped(regional):
+    model, host = swapped_and_host(regional=regional)
+    model(images())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+        torch.optim.swa_utils.AveragedModel(model).module,
+    ]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for copied in copies:
+        assert_same(copied(images()), host(images()))
+        assert graphs(copied) == (2 if regional else 1)
+        swap_out(copied)
+        assert "forward" not in vars(copied) and "forward" not in vars(copied.blocks[0])
+    assert "forward" in vars(model.blocks[0] if regional else model)
+
+
+@ways
+def test_a_replica_of_data_parallel_runs_its_host_with_its_own_weights(regional):
+    model, host = swapped_and_host(regional=regional)
+    model(images())
+    module, other = (model.blocks[0], host.blocks[0]) if regional else (model, host)
+    x = torch.randn(2, 5, 64) if regional else images()
+    replica, wanted = (m._replicate_for_data_parallel() for m in (module, other))
+    for m in (replica, wanted):  # as nn.DataParallel does
+        for name, p in module._parameters.items():
+            setattr(m, name, p)
+        norm = m._modules["norm1" if regional else "norm"] = nn.LayerNorm(64)
+        nn.init.constant_(norm.weight, 3.0)
+    assert not torch.allclose(replica(x), module(x))
+    made = graphs(model)
+    assert_same(replica(x), wanted(x))
+    assert graphs(model) == made and "forward" not in vars(replica)
+    swap_out(model)
+
+
+# Whoever looks on sees the host's operators (trap 11).
+
+
+def test_exports_are_the_hosts():
+    model, host = swapped_and_host(vit().eval())
+    x = images()
+    model(x)
+    exported, wanted = (torch.export.export(m, (x,)) for m in (model, host))
+    assert [n.target for n in exported.graph.nodes] == [n.target for n in wanted.graph.nodes]
+    assert_same(exported.module()(x), host(x))
+    assert_same(torch.jit.trace(model, (x,))(x), host(x))
+    targets = [
+        [n.target for n in torch.fx.symbolic_trace(m.blocks[0]).graph.nodes] for m in (model, host)
+    ]
+    assert targets[0] == targets[1]
+
+
+def test_onnx_is_the_hosts():
+    pytest.importorskip("onnxscript")
+    model, host = swapped_and_host(vit().eval())
+    programs = [
+        torch.onnx.export(m, (images(),), dynamo=True, verbose=False) for m in (model, host)
+    ]
+    ops = [[node.op_type for node in p.model.graph] for p in programs]
+    assert ops[0] == ops[1]
+
+
+@ways
+def test_counters_and_modes_see_the_host(regional):
+    from torch._subclasses import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, host = swapped_and_host(regional=regional)
+    model(images())
+    counts = []
+    for m in (model, host):
+        with FlopCounterMode(display=False) as counter:
+            m(images())
+        counts.append(counter.get_flop_counts())
+    assert counts[0] == counts[1]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+
+
+@ways
+def test_torch_func_is_the_hosts(regional):
+    from torch.func import functional_call, grad, vmap
+
+    model, host = swapped_and_host(regional=regional)
+    model(images())
+    weights = {n: p.detach() * 2 for n, p in model.named_parameters()}
+    assert_same(
+        functional_call(model, weights, (images(),)), functional_call(host, weights, (images(),))
+    )
+
+    def loss(m):
+        return lambda p, x: functional_call(m, p, (x[None],))[0].sum()
+
+    found, wanted = (vmap(grad(loss(m)), (None, 0))(weights, images(3)) for m in (model, host))
+    for name in wanted:
+        assert_same(found[name], wanted[name])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [images(size=40), torch.randn(2, 4, 32, 32), images().half(), torch.randn(3)],
+    ids=["size", "channels", "dtype", "rank"],
+)
+@pytest.mark.parametrize("called", [False, True], ids=["first", "later"])
+@ways
+def test_wrong_inputs_give_the_hosts_own_message(bad, called, regional):
+    model, host = swapped_and_host(regional=regional)
+    if called:
+        model(images())
+    raised = []
+    for m in (model, host):
+        with pytest.raises(Exception) as caught:
+            m(bad)
+        raised.append((type(caught.value), str(caught.value)))
+    assert raised[0] == raised[1]
+    assert caught.value.__cause__ is None
+    with no_warning():
+        assert_same(model(images()), host(images()))
+    assert graphs(model) > 0
+
+
+# Somebody's own torch.compile around it (trap 5).
+
+
+@ways
+def test_torch_compile_of_a_swapped_model_is_fused(regional):
+    from torch._inductor import config
+
+    model, host = swapped_and_host(regional=regional)
+    before, passes = config.get_config_copy(), config.pre_grad_custom_pass
+    compiled = torch.compile(model, fullgraph=True)
+    assert_same(compiled(images()), host(images()))
+    assert graphs(model) == 1
+    assert config.get_config_copy() == before and config.pre_grad_custom_pass is passes
+    other = nn.Linear(8, 8)
+    torch.compile(other)(torch.randn(2, 8))
+    assert graphs(other) == 0
+
+
+def test_another_outer_compiler_gets_the_hosts_graph():
+    model, host = swapped_and_host()
+    got = []
+
+    def backend(gm, inputs):
+        got.append([n.target for n in gm.graph.nodes])
+        return gm.forward
+
+    for m in (model, host):
+        assert_same(torch.compile(m, backend=backend, fullgraph=True)(images()), host(images()))
+    assert len(got) == 2 and len(got[0]) == len(got[1])
+    assert graphs(model) == 0
+
+
+# only=, skip=, regional=, example=.
+
+
+def test_only_and_skip_take_names_and_patterns():
+    model, host = vit(), vit()
+    assert swap_in(model, only="blocks.0").modules == ["blocks.0"]
+    assert swap_in(model, only=["blocks.*.attn", "head"]).modules == [
+        "blocks.0.attn",
+        "blocks.1.attn",
+        "head",
+    ]
+    assert_same_step(model, host)
+    report = swap_in(model, regional=True, skip="blocks.0.mlp")
+    assert report.modules == [
+        "blocks.0.norm1",
+        "blocks.0.attn",
+        "blocks.0.ls1",
+        "blocks.0.norm2",
+        "blocks.0.ls2",
+        "blocks.1",
+    ]
+    assert_same_step(model, host)
+    assert ("blocks.0.mlp", "in skip=") in {(r.name, r.reason) for r in report.left}
+    report = swap_in(model, only="blocks.*", skip="blocks.1")
+    assert report.modules == ["blocks.0"]
+    assert ("head", "not in only=") in {(r.name, r.reason) for r in report.left}
+
+
+def test_regional_takes_the_blocks_of_each_library():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=16,
+    )
+    assert len(swap_in(transformers.ViTModel(config), regional=True).modules) == 3
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    assert len(swap_in(nn.TransformerEncoder(layer, 2), regional=True).modules) == 2
+    from timm.models.swin_transformer import SwinTransformer
+
+    swin = SwinTransformer(
+        img_size=32, patch_size=4, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(1, 2)
+    )
+    assert swap_in(swin, regional=True).modules == [
+        "layers.0.blocks.0",
+        "layers.0.blocks.1",
+        "layers.1.blocks.0",
+        "layers.1.blocks.1",
+    ]
+
+
+def test_an_example_fills_the_report_and_leaves_no_trace():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(512, 4), nn.Dropout()
+    )
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    report = swap_in(model, example=images())
+    assert len(report.graphs) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
+def test_an_example_is_given_as_the_model_takes_it(wrap):
+    assert swap_in(vit(), example=wrap(images())).graphs
+
+
+def test_an_example_that_the_host_cannot_run_leaves_the_model_alone():
+    model = vit()
+    before = [set(vars(m)) for m in model.modules()]
+    with pytest.raises(Exception) as host:
+        model(images(size=40))
+    with pytest.raises(type(host.value)) as caught:
+        swap_in(model, example=images(size=40))
+    assert str(caught.value) == str(host.value)
+    assert [set(vars(m)) for m in model.modules()] == before
+
+
+# Bad arguments.
+
+
+def test_swap_in_rejects():
+    model = vit()
+    for bad, error, text in [
+        (
+            dict(only="blok.*"),
+            ValueError,
+            r"only='blok.\*' is no module of this model; near: 'blocks.\*'",
+        ),
+        (dict(skip="block.0"), ValueError, "near: 'blocks.0'"),
+        (dict(only=3), TypeError, "takes names of modules or shell patterns of them, got int"),
+        (dict(skip=[nn.Linear]), TypeError, "got type"),
+        (dict(compiler="jit"), ValueError, "compiler must be one of"),
+        (dict(memory="auto"), ValueError, "memory must be one of"),
+        (dict(drop_path="keep"), ValueError, "drop_path must be one of"),
+        (dict(mode="reduce-overhead"), ValueError, "give compiler='inductor' too"),
+    ]:
+        with pytest.raises(error, match=text):
+            swap_in(model, **bad)
+        assert "forward" not in vars(model)
+    for function in (swap_in, swap_out, status):
+        with pytest.raises(TypeError, match=r"must be an nn\.Module, got list"):
+            function([])
+    with pytest.raises(ValueError, match="no block repeats"):
+        swap_in(nn.Linear(4, 4), regional=True)
+
+
+def test_a_model_that_is_changed_already_says_what_to_call_first():
+    with pytest.raises(ValueError, match=r"already compiled: call swap_in before torch\.compile"):
+        swap_in(torch.compile(vit()))
+    model = vit()
+    model.blocks[1].compile()
+    with pytest.raises(ValueError, match=r"already compiled \(blocks.1\)"):
+        swap_in(model)
+    with pytest.raises(ValueError, match=r"already scripted: call swap_in before torch\.jit"):
+        swap_in(torch.jit.script(nn.Linear(4, 4)))
+    quantised = torch.ao.quantization.quantize_dynamic(vit(), {nn.Linear}, torch.qint8)
+    with pytest.raises(ValueError, match=r"already quantised \(blocks.0.attn.qkv\)"):
+        swap_in(quantised)
+
+
+def test_a_model_with_nothing_to_fuse_gets_one_warning():
+    with pytest.warns(UserWarning, match="nothing to fuse") as warned:
+        swap_in(nn.GELU())
+    assert len(warned) == 1
+
+
+# Threads.
+
+
+def test_a_first_call_in_many_threads():
+    model, host = swapped_and_host()
+    model.eval()
+    host.eval()
+    found = {}
+
+    def call(i):
+        with torch.no_grad():
+            found[i] = model(images(seed=i))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with torch.no_grad():
+        for i in range(4):
+            assert_same(found[i], host(images(seed=i)))
+    assert graphs(model) == 1
