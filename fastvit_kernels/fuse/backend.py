@@ -6,7 +6,6 @@ Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from .dynamo import guard_hooks, module_path
 from .graph import Decline, Graph
 from .normalise import bodies, forget_fakes, is_checkpoint, normalised
 from .report import GraphReport, Left, record
@@ -97,7 +97,8 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
     if report.declined is not None:
         count_declined(gm, report)
     report.seconds = time.perf_counter() - started
-    record(report, [x for x in inputs if isinstance(x, nn.Parameter)])
+    record(report, [x for x in inputs if isinstance(x, nn.Parameter)], gm)
+    guard_hooks()
     return made
 
 
@@ -176,11 +177,9 @@ def inner_size(name: str, n: Node) -> int:
 
 
 def path_of(n: Node) -> str:
-    """The path of the innermost module that made a node: of "L['self'].blocks['0']", blocks.0."""
+    """The path of the innermost module that made a node, as Dynamo recorded it."""
     stack = list((n.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    path = re.sub(r"^L\['\w+'\]|_modules|_checkpoint_wrapped_module|_orig_mod", "", path)
-    return ".".join(re.findall(r"\w+", path))
+    return module_path(str(stack[-1][0])) if stack else ""
 
 
 def count_declined(gm: GraphModule, report: GraphReport) -> None:

@@ -6,6 +6,7 @@ that. Everything is asked while a call is traced or compiled, never at import.
 
 from __future__ import annotations
 
+import re
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -59,6 +60,17 @@ def break_reason(gm: GraphModule) -> str:
         return ""
     lines = str(getattr(why, "reason", "")).strip().splitlines()
     return lines[0] if lines else "a graph break"
+
+
+# A hop through what swap_in left in a module's __dict__, as Dynamo's sources spell it.
+_HOP = re.compile(r"\.(?:forward(?:_\w+)?|encode_\w+|get_\w+)\.module(?![^.])")
+
+
+def module_path(source: str) -> str:
+    """ "blocks.0.attn" of "L['self']._modules['blocks']._modules['0'].attn"."""
+    path = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", r".\1\2", source)
+    path = re.sub(r"^L\['swapped'\]\.module(?![^.])|^L\['\w+'\]", "", path)
+    return _HOP.sub("", path).strip(".")
 
 
 def limit_met(code: CodeType) -> str:

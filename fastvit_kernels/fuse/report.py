@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,12 +57,12 @@ class GraphReport:
         graph_break: why Dynamo ended the graph early; "" where it did not.
     """
 
-    flops: int
-    fused_flops: int
-    rules: Counter[str]
-    left: list[Left]
-    declined: str | None
-    seconds: float
+    flops: int = 0
+    fused_flops: int = 0
+    rules: Counter[str] = field(default_factory=Counter)
+    left: list[Left] = field(default_factory=list)
+    declined: str | None = None
+    seconds: float = 0.0
     compiled: Compile | None = None
     graph_break: str = ""
 
@@ -78,6 +78,7 @@ class Calls:
 
     Attributes:
         name: the module and the method, "blocks.0" or "forward_features".
+        inside: the module's name in the model, "" the model itself.
         graphs: those that its calls made.
         limit: the limit of torch._dynamo past which new kinds of calls run the host's forward; "".
         as_python: how many calls Dynamo ran as Python, without a graph.
@@ -85,6 +86,7 @@ class Calls:
     """
 
     name: str
+    inside: str = ""
     graphs: list[GraphReport] = field(default_factory=list)
     limit: str = ""
     as_python: int = 0
@@ -110,6 +112,9 @@ def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | Non
     report.compiled = compile_under_way()
     report.graph_break = "" if gm is None else break_reason(gm)
     calls = _collecting.get()
+    if calls is not None and calls.inside:  # Dynamo knows the module alone
+        names = [".".join(filter(None, (calls.inside, row.name))) for row in report.left]
+        report.left = [replace(x, name=n) for x, n in zip(report.left, names, strict=True)]
     with _lock:
         for tensor in tensors:
             _graphs_of.setdefault(tensor, []).append(report)

@@ -88,7 +88,7 @@ class Swapped:
 
     def _start(self) -> None:
         where = self.name if self.method == "forward" else f"{self.name}.{self.method}".strip(".")
-        self.calls = Calls(where)
+        self.calls = Calls(where, self.name)
         self.compiled: Callable[..., Any] | None = None
         self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
