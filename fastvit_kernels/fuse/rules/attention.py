@@ -86,7 +86,9 @@ def sdpa(g: Graph, n: Node) -> None:
 
 def check_heads(q: Node, k: Node, v: Node) -> None:
     for t in (q, k, v):
-        need(val(t).ndim in (3, 4) and is_float(t) and filled(t), "heads of other than four axes")
+        need(
+            val(t).ndim in (3, 4, 5) and is_float(t) and filled(t), "heads of other than four axes"
+        )
         need(val(t).ndim == val(q).ndim, "heads of different ranks")
     D = val(q).shape[-1]
     need(isinstance(D, int) and D % 8 == 0 and D <= 256, f"a head dim of {D}")
@@ -100,8 +102,8 @@ def check_mask(mask: Node | None) -> None:
 def attend(g: Graph, call: Call) -> None:
     """The widest op that the operands allow."""
     ways = (packed, packed_with_mask, by_heads)
-    if val(call.node).ndim == 3:
-        ways = (by_rows,)
+    if val(call.node).ndim != 4:
+        ways = (as_four_axes,)
     why = ""
     for way in ways:
         try:
@@ -204,19 +206,29 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
     g.replace(root, new, gone, "attention")
 
 
-def by_rows(g: Graph, call: Call) -> None:
-    """Heads in the batch, (B H, T, D): as heads of one sample."""
+def as_four_axes(g: Graph, call: Call) -> None:
+    """Heads in the batch, (B H, T, D), as those of one sample; (B, W, H, T, D) as B W samples."""
     n, mask = call.node, call.mask
     gone = g.absorb(call.path, n, draw=call.draw)
-    q, k, v = (g.emit(n, aten.unsqueeze.default, t, 0) for t in (call.q, call.k, call.v))
-    if mask is not None and val(mask).ndim == 3:
-        mask = g.emit(n, aten.unsqueeze.default, mask, 0)
+    flat = val(n).ndim == 5
+    if flat:
+        need(mask is None or val(mask).ndim <= 3, "a mask of five axes")
+        q, k, v = (g.emit(n, aten.flatten.using_ints, t, 0, 1) for t in (call.q, call.k, call.v))
+    else:
+        q, k, v = (g.emit(n, aten.unsqueeze.default, t, 0) for t in (call.q, call.k, call.v))
+        if mask is not None and val(mask).ndim == 3:
+            mask = g.emit(n, aten.unsqueeze.default, mask, 0)
+    if mask is not None:
+        check_broadcast(mask, (*shape(q)[:3], shape(k)[2]))
     options = dict(
         attn_mask=mask, dropout_p=call.dropout, is_causal=call.is_causal, scale=call.scale
     )
     out = g.emit(n, fk.scaled_dot_product_attention, q, k, v, **options)
-    new = g.laid_out(n, g.emit(n, aten.squeeze.dim, out, 0), n)
-    g.replace(n, new, gone, "attention")
+    if flat:
+        out = g.emit(n, aten.unflatten.int, out, 0, [-1, shape(n)[1]])
+    else:
+        out = g.emit(n, aten.squeeze.dim, out, 0)
+    g.replace(n, g.laid_out(n, out, n), gone, "attention")
 
 
 def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:

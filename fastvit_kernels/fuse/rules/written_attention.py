@@ -70,11 +70,14 @@ def written_attention(g: Graph, n: Node) -> None:
 def factors(n: Node, equation: str) -> tuple[Node, Node]:
     """The operands of a batched matrix product."""
     if op(n) == "einsum":
-        need(is_equation(n.args[0], equation) and len(n.args[1]) == 2, "another einsum")
+        need(
+            is_equation(n.args[0], equation) and len(n.args[1]) == 2,
+            "an einsum that is no attention",
+        )
         return n.args[1][0], n.args[1][1]  # type: ignore[index,return-value]
-    need(op(n) in PRODUCTS, "no product of two matrices")
+    need(op(n) in PRODUCTS, "a product that is no attention")
     first, second = n.args[-2:]
-    need(is_tensor(first) and is_tensor(second), "no product of two matrices")
+    need(is_tensor(first) and is_tensor(second), "a product that is no attention")
     return first, second  # type: ignore[return-value]
 
 
@@ -107,8 +110,8 @@ def behind_softmax(n: Node, path: list[Node]) -> tuple[Node, float, Node | None]
             need(is_number(b["p"]) and 0 <= b["p"] < 1, "a dropout of everything")
             p, draw = float(b["p"]), n
         else:
-            need(op(n) in CASTS and is_tensor(input_of(n)), "no softmax")
-            need(val(n).is_floating_point(), "no softmax")
+            need(op(n) in CASTS and is_tensor(input_of(n)), "a product of no softmax")
+            need(val(n).is_floating_point(), "a product of no softmax")
         path.append(n)
         n = input_of(n)
 
