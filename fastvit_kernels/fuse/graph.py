@@ -41,6 +41,7 @@ from .views import (
 aten = torch.ops.aten
 DEVICES = tuple(kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind))
 # Their schemas hide that they write to running statistics or to a weight.
+TELL_STRIDES = {"as_strided", "set_", "resize", "stride", "is_contiguous", "empty_like"}
 HIDDEN_WRITES = {"batch_norm", "instance_norm", "_batch_norm_impl_index", "embedding_renorm"}
 
 
@@ -202,13 +203,19 @@ class Graph:
         self.order[n] = self.order[root] - 0.5
         return n if like is None else self.laid_out(root, n, like)
 
-    def laid_out(self, root: Node, n: Node, like: Node) -> Node:
-        """n, or a copy of it, with the metadata of `like`."""
+    @staticmethod
+    def check_alike(n: Node, like: Node) -> None:
+        """Decline unless n has the metadata of `like`, strides aside."""
         a, b = val(n), val(like)
         need(a.dtype == b.dtype, f"{op(n)} gives {a.dtype}, the model {b.dtype}")
         need(eq(tuple(a.shape), tuple(b.shape)), f"{op(n)} gives another shape")
         need(a.device == b.device, f"{op(n)} is on {a.device}, the model's on {b.device}")
         need(a.requires_grad == b.requires_grad, f"{op(n)}: another need of a gradient")
+
+    def laid_out(self, root: Node, n: Node, like: Node) -> Node:
+        """n, or a copy of it, with the metadata of `like`."""
+        self.check_alike(n, like)
+        a, b = val(n), val(like)
         if same_strides(a.shape, a.stride(), b.stride()):
             return n
         order = sorted(range(b.ndim), key=lambda i: -hint(b.stride(i)))
@@ -217,6 +224,40 @@ class Graph:
         n = self.emit(root, aten.permute.default, n, [order.index(i) for i in range(b.ndim)])
         need(same_strides(b.shape, val(n).stride(), b.stride()), "strides of the model's result")
         return n
+
+    def restride(self, root: Node, new: Node) -> dict[Node, Any]:
+        """Fake values of all that depends on root, were it to have the strides of new.
+
+        Raises Decline where that would be seen: in a result, by a write, an operator that may tell
+        strides, or random numbers, which are drawn in the order in which elements lie.
+        """
+        found: dict[Node, Any] = {root: val(new)}
+        written = {s for _, w in self.written for s in w}
+        for n in self.graph.nodes:
+            if self.order[n] <= self.order[root] or not found.keys() & set(n.all_input_nodes):
+                continue
+            if n.op == "output":
+                same = all(have_same_strides(val(a), found.get(a)) for a in n.all_input_nodes)
+                need(same, "strides of the model's result")
+                continue
+            old = storages([val(n), *(val(a) for a in n.all_input_nodes)])
+            plain = is_pure(n) and op(n) not in TELL_STRIDES and not old & written
+            need(plain, f"{n.name} may tell strides")
+            given, named = torch.fx.map_arg((n.args, n.kwargs), lambda a: found.get(a, val(a)))
+            with self.fake_mode, n.meta["region"].entered():
+                out = n.target(*given, **named)  # type: ignore[operator]
+            is_own = not storages(out) & storages((given, named))
+            if not (is_own and have_same_strides(val(n), out)):
+                found[n] = out
+        return found
+
+    def replace_with_strides(
+        self, root: Node, new: Node, gone: Iterable[Node], rule: str, found: dict[Node, Any]
+    ) -> None:
+        """`replace` by a node whose strides differ: `found` is what `restride` gave."""
+        for n, out in found.items():
+            n.meta["val"] = out
+        self.replace(root, new, gone, rule)
 
     def replace(self, root: Node, new: Node, gone: Iterable[Node], rule: str) -> None:
         """Root's readers read new; root and what went with it are erased."""
@@ -269,6 +310,15 @@ class Graph:
 
     def only_reader(self, n: Node) -> Node | None:
         return next(iter(n.users)) if len(n.users) == 1 else None
+
+
+def have_same_strides(a: Any, b: Any) -> bool:
+    """Whether two values' tensors, in their order, lie alike; b may be None: it did not change."""
+    if b is None:
+        return True
+    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
+    tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor)]
+    return all(same_strides(x.shape, x.stride(), y.stride()) for x, y in tensors)
 
 
 def is_float(n: Any) -> bool:

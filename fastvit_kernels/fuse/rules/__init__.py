@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ..graph import Graph
-from . import attention, epilogue, linear, mlp, norms, rows, written_attention
+from . import attention, epilogue, linear, mlp, norms, patches, rows, written_attention
 
 
 class Rule(NamedTuple):
@@ -19,6 +19,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
+    Rule(patches.patch_embed, ("conv2d", "conv3d")),
     Rule(norms.layer_norm, ("layer_norm",)),
     Rule(norms.rms_norm, ("rms_norm",)),
     Rule(norms.written_rms_norm, ("rsqrt",)),
