@@ -8,7 +8,17 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ..graph import Graph
-from . import attention, epilogue, linear, mlp, norms, patches, rows, written_attention
+from . import (
+    attention,
+    epilogue,
+    handover,
+    linear,
+    mlp,
+    norms,
+    patches,
+    rows,
+    written_attention,
+)
 
 
 class Rule(NamedTuple):
@@ -18,6 +28,7 @@ class Rule(NamedTuple):
     roots: tuple[str, ...]
 
 
+NORMS = ("fk.layer_norm", "fk.rms_norm")
 RULES = (
     Rule(patches.patch_embed, ("conv2d", "conv3d")),
     Rule(norms.layer_norm, ("layer_norm",)),
@@ -32,4 +43,6 @@ RULES = (
     Rule(linear.activated_linear, ("gelu", "silu", "mul")),
     Rule(epilogue.epilogue, ("add",)),
     Rule(linear.plain_linear, ("linear",)),
+    Rule(handover.narrow_norm, NORMS),
+    Rule(handover.norm_and_input, NORMS),
 )
