@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from .dynamo import guard_hooks, module_path
 from .graph import Decline, Graph
 from .normalise import bodies, forget_fakes, is_checkpoint, normalised
+from .options import PAIRS, drop_path_skip, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
+from .rules.epilogue import BRANCHES
 from .views import hint, op, shape, val
 
 Compiler = Literal["inductor", "eager"]
@@ -88,7 +90,7 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
         with torch.autograd.graph.saved_tensors_hooks(identity, identity):
             made, mode = normalised(gm, inputs)
             for body in bodies(made):
-                rewrite_body(body, mode, options, report)
+                rewrite_body(body, mode, options, report, is_whole=body is made)
         forget_fakes(made)
     except Decline as reason:
         made, report = gm, GraphReport(declined=str(reason))
@@ -106,12 +108,19 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
-def rewrite_body(gm: GraphModule, mode: Any, options: Options, report: GraphReport) -> None:
-    """The rules over one graph, in order."""
+def rewrite_body(
+    gm: GraphModule, mode: Any, options: Options, report: GraphReport, is_whole: bool
+) -> None:
+    """The rules over one graph, in order, then the options."""
     g = Graph(gm, mode)
     report.flops += sum(map(flops_of, gm.graph.nodes))
     for rule in RULES:
         g.apply(rule.apply, rule.roots)
+    if options.drop_path == "skip":
+        g.apply(drop_path_skip, BRANCHES)
+    # a checkpoint keeps nothing of its body, and Inductor's partitioner decides by itself
+    if options.memory == "low" and options.compiler == "eager" and is_whole:
+        g.apply(memory_low, PAIRS)
     for n in gm.graph.nodes:
         if flops := flops_of(n):
             reason = g.reasons.get(n, "no rule for this operation")
