@@ -2,6 +2,7 @@
 
     q, k, v = views of linear(x)               ->  fk.qkv_attention(x, w, b)
     q, k, v = views of linears of one x        ->  fk.qkv_attention(x, cat(w), cat(b))
+    the same, q and k turned (rope.py)         ->  fk.rope_attention(x, w, b, cos=cos, sin=sin)
     the same under a mask                      ->  fk.attention(fk.linear(x, w, b), attn_mask=mask)
     scaled_dot_product_attention(q, k, v)      ->  fk.scaled_dot_product_attention(q, k, v)
 
@@ -12,6 +13,7 @@ its result lies by tokens already.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ from ..views import (
     val,
     view,
 )
+from . import rope
 from .linear import Linear, linear_of
 from .masks import shows_all
 
@@ -101,7 +104,7 @@ def check_mask(mask: Node | None) -> None:
 
 def attend(g: Graph, call: Call) -> None:
     """The widest op that the operands allow."""
-    ways = (packed, packed_with_mask, by_heads)
+    ways = (packed, packed_with_mask, packed_and_turned, turned_by_heads, by_heads)
     if val(call.node).ndim != 4:
         ways = (as_four_axes,)
     why = ""
@@ -117,7 +120,7 @@ def attend(g: Graph, call: Call) -> None:
 def packed(g: Graph, call: Call) -> None:
     """With the projection, as one op."""
     need(call.mask is None and not call.is_causal, "a mask")
-    x, weight, bias, scale, path = projection(g, call)
+    x, weight, bias, scale, path = projection(g, call, heads(call.q), heads(call.k))
     H = val(call.q).shape[1]
     options = dict(num_heads=H, scale=call.scale * scale, dropout_p=call.dropout)
     finish(g, call, path, fk.qkv_attention, (x, weight, bias), options, "qkv_attention")
@@ -128,12 +131,53 @@ def packed_with_mask(g: Graph, call: Call) -> None:
     need(call.mask is not None and not call.is_causal, "no mask, or a causal one")
     B, H, T, D = shape(call.q)
     check_broadcast(call.mask, (B, H, T, T), by_windows=True)
-    x, weight, bias, scale, path = projection(g, call)
+    x, weight, bias, scale, path = projection(g, call, heads(call.q), heads(call.k))
     root = joined(g, call.node)[0]
     qkv = g.emit(root, fk.linear, x, weight, bias)
     qkv = g.emit(root, aten.unflatten.int, qkv, -1, [3, H, D])
     options = dict(attn_mask=call.mask, scale=call.scale * scale, dropout_p=call.dropout)
     finish(g, call, path, fk.attention, (qkv,), options, "attention")
+
+
+def packed_and_turned(g: Graph, call: Call) -> None:
+    """With the projection, norms and rotary embedding of queries and keys, as one op."""
+    q, k = turned_heads(call, call.q), turned_heads(call, call.k)
+    need(call.mask is None and not call.is_causal, "a mask")
+    need(val(call.v).dtype == val(q.x).dtype, "values of another dtype")
+    before = heads(q.x, q.by_tokens), heads(k.x, k.by_tokens)
+    need(all(part.scale == 1.0 for part in before), "a scale before the rotation")
+    x, weight, bias, _, path = projection(g, call, *before)
+    root = joined(g, call.node)[0]
+    options = dict(num_heads=val(call.q).shape[1], **rope.arguments(g, root, q, k))
+    options |= dict(scale=call.scale * q.scale * k.scale, dropout_p=call.dropout)
+    path = [*path, *q.path, *k.path]
+    finish(g, call, path, fk.rope_attention, (x, weight, bias), options, "rope_attention")
+
+
+def turned_by_heads(g: Graph, call: Call) -> None:
+    """Queries and keys turned by one op, then attention."""
+    q, k = turned_heads(call, call.q), turned_heads(call, call.k)
+    need(eq(shape(call.q), shape(call.k)), "keys of another shape than queries")
+    root = joined(g, call.node)[0]
+    options = rope.arguments(g, root, q, k)
+    given = [t.x if t.by_tokens else g.emit(root, aten.transpose.int, t.x, 1, 2) for t in (q, k)]
+    both = g.emit(root, fk.rope, *given, **options)
+    parts = [g.emit(root, operator.getitem, both, i) for i in (0, 1)]
+    parts = [g.emit(root, aten.transpose.int, part, 1, 2) for part in parts]
+    path = [*q.path, *k.path, *call.path]
+    scale = call.scale * q.scale * k.scale
+    by_heads(g, call._replace(q=parts[0], k=parts[1], scale=scale, path=path), rule="rope")
+
+
+def turned_heads(call: Call, n: Node) -> rope.Turned:
+    """Queries or keys before they turn, under a scale."""
+    path: list[Node] = []
+    at, scale = scaled(same_tensor(n, path), path)
+    kind = val(n).device.type
+    read_as = dict(call.node.meta["region"].autocast).get(kind, val(n).dtype)
+    found = rope.turned(at, read_as)
+    found.scale, found.path = scale, [*path, *found.path]
+    return found
 
 
 def by_samples(g: Graph, call: Call) -> Node:
@@ -183,7 +227,7 @@ def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:
     return g.laid_out(root, rows, root)
 
 
-def by_heads(g: Graph, call: Call, enable_gqa: bool = False) -> None:
+def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attention") -> None:
     """Queries, keys and values as they are."""
     n = call.node
     need(val(n).ndim == 4, "heads of other than four axes")
@@ -261,8 +305,8 @@ def joined_by_token(g: Graph, n: Node) -> bool:
     return turned is not None and same_map(view(turned), view(n).turned(2, 0, 1, 3))
 
 
-def heads(n: Node) -> Heads:
-    """(B, H, T, D) as columns of a linear layer's result."""
+def heads(n: Node, by_tokens: bool = False) -> Heads:
+    """(B, H, T, D), or by tokens (B, T, H, D), as columns of a linear layer's result."""
     path: list[Node] = []
     at, scale = scaled(same_tensor(n, path), path)
     base, where = origin(at, path)
@@ -289,9 +333,11 @@ def scaled(n: Node, path: list[Node]) -> tuple[Node, float]:
     return same_tensor(x, path), float(factor)
 
 
-def projection(g: Graph, call: Call) -> tuple[Node, Node, Node | None, float, list[Node]]:
+def projection(
+    g: Graph, call: Call, q: Heads, k: Heads
+) -> tuple[Node, Node, Node | None, float, list[Node]]:
     """x (B, T, C), weight (3 H D, C), bias of the one product; a scale of the scores; the path."""
-    q, k, v = heads(call.q), heads(call.k), heads(call.v)
+    v = heads(call.v)
     need(v.scale == 1.0, "values under a scale")
     B, H, T, D = shape(call.q)
     x = q.linear.x
