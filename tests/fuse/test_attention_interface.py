@@ -1,0 +1,129 @@
+"""attn_implementation="fastvit" of transformers, and towers of packed images in one call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from swapped import assert_same
+from torch import nn
+
+from fastvit_kernels.fuse.attention_interface import (
+    fastvit_attention,
+    packed_attention,
+    register_attention,
+)
+from fastvit_kernels.fuse.report import status
+from fastvit_kernels.fuse.swap import swap_in
+from tests.model_coverage.compare import randomize
+from tests.model_coverage.model_zoo import hf_small
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip"])
+def test_a_model_by_our_attention(name):
+    register_attention()
+    register_attention()
+    torch.manual_seed(0)
+    model, inputs = hf_small(name, attn_implementation="fastvit")
+    randomize(model).eval()
+    wanted = copy.deepcopy(model)
+    wanted.set_attn_implementation("sdpa")
+    a, b = model(**inputs).last_hidden_state, wanted(**inputs).last_hidden_state
+    assert_same(a, b)
+    assert not torch.equal(a, torch.zeros_like(a))
+
+
+def test_masks_groups_and_causality_are_transformers_own():
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    class Module(nn.Module):
+        num_key_value_groups, is_causal = 1, False
+
+    module, grouped, causal = Module(), Module(), Module()
+    grouped.num_key_value_groups, causal.is_causal = 2, True
+    q, k, v = torch.randn(3, 2, 4, 6, 16).unbind(0)
+    mask = torch.rand(2, 1, 6, 6) > 0.3
+    for args, kwargs in (
+        ((nn.Module(), q, k, v, None), {}),  # which says nothing: causal
+        ((module, q, k, v, None), {"scaling": 0.3}),
+        ((module, q, k, v, mask), {}),
+        ((module, q, k, v, None), {"is_causal": True}),
+        ((causal, q, k, v, None), {}),
+        ((grouped, q, k[:, :2], v[:, :2], None), {}),
+        ((module, q, k[:, :, :4], v[:, :, :4], None), {}),
+    ):
+        for function in (fastvit_attention, packed_attention):
+            out, probabilities = function(*args, **kwargs)
+            assert probabilities is None
+            assert_same(out, sdpa_attention_forward(*args, **kwargs)[0])
+    with pytest.raises(ValueError, match="attention sinks"):
+        fastvit_attention(module, q, q, q, None, s_aux=torch.zeros(2))
+    with pytest.raises(ValueError, match="packed images take no mask"):
+        packed_attention(module, q, q, q, mask, cu_seq_lens_q=torch.tensor([0, 6]))
+
+
+def qwen():
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VisionTransformerPretrainedModel,
+    )
+
+    torch.manual_seed(0)
+    config = Qwen2VLVisionConfig(
+        depth=2, embed_dim=64, hidden_size=64, num_heads=2, patch_size=4, mlp_ratio=2
+    )
+    model = Qwen2VisionTransformerPretrainedModel._from_config(config, attn_implementation="sdpa")
+    return randomize(model)
+
+
+def packed(*grids):
+    thw = torch.tensor(grids)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(int(thw.prod(1).sum()), 3 * 2 * 16, generator=generator), thw
+
+
+def step(model, x, thw):
+    model.zero_grad()
+    y = model(x, grid_thw=thw)[0]
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_packed_towers_call_attention_once():
+    host = qwen()
+    model = copy.deepcopy(host)
+    register_attention(model)
+    assert host.config._attn_implementation == "sdpa"
+    batch = packed([1, 4, 4], [1, 4, 8])
+    for x, y in zip(step(model, *batch), step(host, *batch), strict=True):
+        assert_same(x, y)
+
+
+def test_packed_towers_are_a_graph_a_block_for_all_sizes():
+    host = qwen()
+    model = copy.deepcopy(host)
+    register_attention(model)
+    swap_in(model, regional=True)
+    made = []
+    sizes = [[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4], [1, 2, 2]], [[2, 4, 4]], [[1, 8, 8]] * 4
+    for grids in sizes:
+        batch = packed(*grids)
+        for x, y in zip(step(model, *batch), step(host, *batch), strict=True):
+            assert_same(x, y)
+        made.append(len(status(model).graphs))
+    found = status(model)
+    assert not found.graph_breaks
+    assert made[-1] == made[-2] <= 3 * 2  # Dynamo learns that sizes and the longest image vary
+    assert found.share > 0.8, str(found)

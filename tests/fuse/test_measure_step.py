@@ -1,0 +1,66 @@
+"""swap_in(measure=batch): one A/B of the whole step, kept only if it is faster."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+
+from fastvit_kernels.fuse.swap import Swapped, swap_in
+
+
+class Sleeper(nn.Module):
+    """Sleeps where Dynamo does not trace it (the host), or where it does (the graph)."""
+
+    def __init__(self, host, graph):
+        super().__init__()
+        self.linear, self.host, self.graph = nn.Linear(8, 8), host, graph
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        if not torch.compiler.is_dynamo_compiling():
+            time.sleep(self.host)
+        elif self.graph:
+            for _ in range(self.graph):
+                x = x + torch.linalg.svd(torch.eye(80))[1].sum() * 0
+        return self.linear(x)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:swap_in")
+@pytest.mark.parametrize(
+    ("model", "kept", "text"),
+    [
+        (Sleeper(0.02, 0), True, r"\d\.\d\dx$"),
+        (Sleeper(0.0, 30), False, "slower here, swapped out again$"),
+    ],
+    ids=["faster", "slower"],
+)
+def test_a_swap_stays_only_where_it_is_faster(model, kept, text):
+    p = model.linear.weight
+    p.grad = grad = torch.ones_like(p)
+    state = torch.get_rng_state()
+    report = swap_in(model, measure=torch.ones(2, 8))
+    assert re.match(r"host \d+\.\d ms, fused \d+\.\d ms a step: ", report.measured)
+    assert re.search(text, report.measured) and report.measured in str(report)
+    assert isinstance(vars(model).get("forward"), Swapped) is kept
+    assert p.grad is grad and model.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_batch_that_the_host_cannot_run_leaves_the_model_alone():
+    model = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        swap_in(model, measure=torch.randn(2, 9))
+    assert "forward" not in vars(model)

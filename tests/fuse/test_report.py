@@ -1,0 +1,161 @@
+"""What a person reads about a model's graphs, and that nothing is held alive by it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch._dynamo as dynamo
+from swapped import images, swapped_and_host, vit
+from torch import nn
+
+from fastvit_kernels.fuse.backend import fastvit_kernels
+from fastvit_kernels.fuse.report import reports_of, status
+from fastvit_kernels.fuse.swap import swap_in
+from fastvit_kernels.runtime.backend import backend
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+class Half(nn.Module):
+    """An MLP that fuses, and a product that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+
+    def forward(self, x):
+        x = self.mlp(x)
+        return x @ torch.cumsum(x, 1).transpose(1, 2)
+
+
+def test_a_report_fills_at_the_first_call():
+    model = vit()
+    report = swap_in(model)
+    assert report.share == 0 and report.graphs == [] and "no graph yet" in str(report)
+    model(images())
+    assert 0 < report.share <= 1 and len(report.graphs) == 1
+    assert report.share == status(model).share
+    assert report.modules == [""]
+
+
+def test_the_share_is_that_of_the_flops():
+    model = Half()
+    report = swap_in(model, example=torch.randn(2, 32, 64))
+    mlp, product = 2 * 2 * 32 * 64 * 128 * 2, 2 * 2 * 32 * 32 * 64
+    assert (report.flops, report.fused_flops) == (mlp + product, mlp)
+    assert report.share == pytest.approx(mlp / (mlp + product))
+    (left,) = report.left
+    assert (left.name, left.flops) == ("", product) and left.reason
+    assert f"{100 * report.share:.1f} % of the matmul and attention FLOPs" in str(report)
+
+
+def test_rows_name_modules_of_the_model_by_block_too():
+    model = nn.ModuleDict(dict(a=Half()))
+    swap_in(model, only="a")
+    model["a"](torch.randn(2, 32, 64))
+    assert [row.name for row in status(model).left] == ["a"]
+
+
+def test_rows_that_differ_by_a_number_are_one_line():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Half() for _ in range(3)])
+
+        def forward(self, x):
+            return sum(block(x) for block in self.blocks)
+
+    report = swap_in(Blocks(), example=torch.randn(2, 32, 64))
+    assert [row.name for row in report.left] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert str(report).count("blocks") == 1 and "  3 x blocks.*" in str(report)
+
+
+def test_the_report_says_whether_kernels_run():
+    report = swap_in(vit(), example=images())
+    with backend("torch"):
+        assert "would be fused by kernels on a GPU; here PyTorch runs them" in str(report)
+        assert report.pytorch == "the backend is 'torch'"
+    if torch.cuda.is_available():
+        assert report.pytorch != ""  # the model is on the CPU
+
+
+def test_status_finds_the_graphs_of_torch_compile():
+    model = vit()
+    assert status(model).graphs == []
+    compiled = torch.compile(model, backend=fastvit_kernels, options={"compiler": "eager"})
+    compiled(images())
+    for m in (model, compiled):
+        assert len(status(m).graphs) == 1 and status(m).share > 0
+    assert reports_of(vit()) == []
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)
+
+
+def test_graph_breaks_and_recompiles_are_rows():
+    model, _ = swapped_and_host(Breaks())
+    model(torch.randn(2, 8))
+    found = status(model)
+    assert len(found.graphs) == 2 and len(found.graph_breaks) == 1 and found.recompiles == 0
+    assert "1 graph break: " in str(found)
+    model(torch.randn(2, 8).double().float().requires_grad_())
+    assert status(model).recompiles >= 1
+    assert "recompile" in str(status(model))
+
+
+def test_a_model_that_fuses_nothing_gets_one_warning():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x * self.scale
+
+    model = Norm()
+    swap_in(model)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        for batch in (2, 3, 4):
+            model(torch.randn(batch, 8))
+    (only,) = [str(w.message) for w in warned if w.category is RuntimeWarning]
+    assert only.startswith("swap_in: Norm: nothing in it is fused")
+
+
+def test_reports_hold_no_model_alive():
+    model = vit()
+    report = swap_in(model, example=images())
+    graphs = weakref.ref(report.graphs[0])
+    gone = weakref.ref(model)
+    del model
+    dynamo.reset()
+    gc.collect()
+    assert gone() is None and report.share > 0
+    assert "of the matmul and attention FLOPs" in str(report)
+    del report
+    gc.collect()
+    assert graphs() is None
+
+
+def test_reports_are_plain_data():
+    report = swap_in(vit(), example=images())
+    copied = pickle.loads(pickle.dumps(report))
+    assert copied.share == report.share and copied.left == report.left
