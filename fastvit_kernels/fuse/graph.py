@@ -40,8 +40,8 @@ from .views import (
 
 aten = torch.ops.aten
 DEVICES = tuple(kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind))
-# Their schemas hide that they write to running statistics or to a weight.
 TELL_STRIDES = {"as_strided", "set_", "resize", "stride", "is_contiguous", "empty_like"}
+# Their schemas hide that they write to running statistics or to a weight.
 HIDDEN_WRITES = {"batch_norm", "instance_norm", "_batch_norm_impl_index", "embedding_renorm"}
 
 
@@ -140,6 +140,11 @@ class Graph:
 
     def find(self, *names: str) -> list[Node]:
         return [n for n in self.graph.nodes if op(n) in names]
+
+    def is_untouched(self, n: Node) -> bool:
+        """Whether nothing in the graph writes to what n shows: its operation tells its value."""
+        own = storages(val(n))
+        return not any(own & w for _, w in self.written)
 
     def is_written(self, tensors: Iterable[Node], since: Node, until: Node) -> bool:
         """Whether a node between the two may write to one of these."""

@@ -29,7 +29,8 @@ ORDER_KEEPING = set(
     "view reshape unflatten flatten squeeze unsqueeze view_as reshape_as contiguous clone "
     "alias".split()
 )
-COPIES = {"contiguous", "clone", "reshape"}
+# Whose elements are whatever memory held.
+UNSET = set("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 CASTS = {"to", "_to_copy", "type_as"}
 
 

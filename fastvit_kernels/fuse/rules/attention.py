@@ -80,7 +80,7 @@ def sdpa(g: Graph, n: Node) -> None:
     scale = D**-0.5 if scale is None else scale
     need(is_number(scale) and math.isfinite(scale) and scale > 0, f"a scale of {scale}")
     check_mask(mask)
-    mask = None if mask is not None and shows_all(mask) else mask
+    mask = None if mask is not None and shows_all(g, mask) else mask
     call = Call(n, q, k, v, mask, float(p), b["is_causal"], float(scale), n if p else None, [])
     if b["enable_gqa"]:
         return by_heads(g, call, enable_gqa=True)
@@ -329,6 +329,8 @@ def scaled(n: Node, path: list[Node]) -> tuple[Node, float]:
     x, factor = n.args
     if not 0 < factor < math.inf or val(x).dtype != val(n).dtype:
         return n, 1.0
+    if factor > 1 and val(n).dtype == torch.float16:
+        return n, 1.0  # it may overflow, which the kernels' fp32 would not
     path.append(n)
     return same_tensor(x, path), float(factor)
 

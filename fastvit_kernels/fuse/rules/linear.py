@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import fastvit_kernels as fk
 
-from ..graph import Graph, is_float, need
+from ..graph import Decline, Graph, is_float, need
 from ..views import bound, eq, filled, is_number, is_tensor, op, same_tensor, shape, val
 
 
@@ -56,8 +56,7 @@ def activation_of(n: Node, path: list[Node]) -> tuple[str, Node]:
             if op(inner) == "mul" and inner.args[0] is z and is_quick(inner.args[1]):
                 path += [gate, inner]
                 return "quick_gelu", z
-    need(False, "an activation that no kernel has")
-    raise AssertionError
+    raise Decline("an activation that no kernel has")
 
 
 def is_quick(factor: object) -> bool:

@@ -16,25 +16,27 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph import Graph, aten, is_pure
-from ..views import SEVERAL_VIEWS, VIEWS, input_of, is_number, is_tensor, op, source, val
+from ..views import SEVERAL_VIEWS, UNSET, VIEWS, input_of, is_number, is_tensor, op, val
 
 MOST_ELEMENTS = 1 << 22
 MOST_NODES = 60
 
 
-def shows_all(mask: Node) -> bool:
+def shows_all(g: Graph, mask: Node) -> bool:
     """Whether a boolean mask that no input makes is True throughout: transformers' arange >= 0."""
     if val(mask).dtype != torch.bool:
         return False
-    value = constant(mask)
+    value = constant(g, mask)
     return value is not None and bool(value.all())
 
 
-def constant(n: Node) -> Tensor | None:
+def constant(g: Graph, n: Node) -> Tensor | None:
     """The value of a node that pure operations make of numbers alone, computed here on the CPU."""
     todo, made = [n], {}
     for each in todo:
         if len(todo) > MOST_NODES or not is_pure(each) or not is_small(each):
+            return None
+        if op(each) in UNSET or not g.is_untouched(each):
             return None
         todo += each.all_input_nodes
     order = {each: i for i, each in enumerate(n.graph.nodes)}
@@ -56,19 +58,18 @@ def is_small(n: Node) -> bool:
 
 def with_hidden_rows(g: Graph, root: Node, mask: Node) -> Node:
     """The mask, NaN in the rows that are -inf throughout, unless it is seen to be finite."""
-    if is_finite(mask):
+    if is_finite(g, mask):
         return mask
     hidden = g.emit(root, aten.eq.Scalar, mask, -math.inf)
     hidden = g.emit(root, aten.all.dim, hidden, -1, True)
     return g.emit(root, aten.masked_fill.Scalar, mask, hidden, math.nan)
 
 
-def is_finite(mask: Node) -> bool:
-    found = bounds(mask)
-    return found is not None and max(map(abs, found)) <= torch.finfo(val(mask).dtype).max
+def is_finite(g: Graph, mask: Node) -> bool:
+    return val(mask).is_floating_point() and bounds(g, mask) is not None
 
 
-def bounds(n: Any, depth: int = 30) -> tuple[float, float] | None:
+def bounds(g: Graph, n: Any, depth: int = 30) -> tuple[float, float] | None:
     """Between which numbers the elements of a node lie, as far as its operations tell.
 
     A parameter that learns counts as finite: a row of -inf in it would have ended the training.
@@ -79,28 +80,26 @@ def bounds(n: Any, depth: int = 30) -> tuple[float, float] | None:
         return None
     if val(n).dtype == torch.bool:
         return (0.0, 1.0)
-    if n.op in ("placeholder", "get_attr"):
-        learns = val(n).requires_grad and val(n).is_floating_point()
-        limit = torch.finfo(val(n).dtype).max if learns else 0.0
-        return (-limit, limit) if learns else None
-    base = source(n, [])
-    if base is not n:
-        return bounds(base, depth - 1)
-    if not is_pure(n):
+    if not val(n).is_floating_point():
         return None
-    return bounds_of_call(n, depth - 1)
+    if n.op in ("placeholder", "get_attr"):
+        limit = torch.finfo(val(n).dtype).max
+        return (-limit, limit) if val(n).requires_grad else None
+    if not is_pure(n) or not g.is_untouched(n):
+        return None
+    found = bounds_of_call(g, n, depth - 1)
+    fits = found is not None and max(map(abs, found)) <= torch.finfo(val(n).dtype).max
+    return found if fits else None
 
 
-def bounds_of_call(n: Node, depth: int) -> tuple[float, float] | None:
+def bounds_of_call(g: Graph, n: Node, depth: int) -> tuple[float, float] | None:
     name = op(n)
     if name in ("index", "clone", "index_select", *VIEWS, *SEVERAL_VIEWS):
-        return bounds(input_of(n), depth)
+        return bounds(g, input_of(n), depth)
     if name == "embedding":
-        return bounds(n.args[0], depth)
+        return bounds(g, n.args[0], depth)
     if name in ("to", "_to_copy", "type_as"):
-        found = bounds(input_of(n), depth)
-        fits = found and max(map(abs, found)) <= torch.finfo(val(n).dtype).max
-        return found if fits else None
+        return bounds(g, input_of(n), depth)
     if name in ("zeros", "zeros_like", "new_zeros"):
         return (0.0, 0.0)
     if name in ("ones", "ones_like", "new_ones"):
@@ -109,9 +108,9 @@ def bounds_of_call(n: Node, depth: int) -> tuple[float, float] | None:
         return (0.0, 1.0)
     operands = {"where": n.args[1:3], "masked_fill": (n.args[0], n.args[-1]), "full": n.args[1:2]}
     if name in operands:
-        return union([bounds(a, depth) for a in operands[name]])
+        return union([bounds(g, a, depth) for a in operands[name]])
     if name in ("add", "sub", "mul", "rsub") and len(n.args) == 2 and not n.kwargs:
-        return arithmetic(name, *(bounds(a, depth) for a in n.args))
+        return arithmetic(name, *(bounds(g, a, depth) for a in n.args))
     return None
 
 

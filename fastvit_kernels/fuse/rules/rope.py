@@ -23,6 +23,7 @@ from ..graph import Decline, Graph, aten, is_float, is_pure, need
 from ..views import (
     CASTS,
     ORDER_KEEPING,
+    UNSET,
     View,
     bound,
     eq,
@@ -42,8 +43,6 @@ from ..views import (
     view_base,
     wide,
 )
-
-UNSET = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 
 
 class Rotation(NamedTuple):

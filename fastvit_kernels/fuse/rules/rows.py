@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from ..graph import Graph, aten, draws, is_pure, need
+from ..graph import Decline, Graph, aten, need
 from ..views import ORDER_KEEPING, eq, input_of, is_tensor, op, same_map, shape, val, view
 from .linear import linear_of
-
-ELEMENTWISE = ("add", "mul", "dropout", "clone")
 
 
 def rows_in_order(g: Graph, n: Node) -> None:
@@ -30,10 +27,12 @@ def rows_in_order(g: Graph, n: Node) -> None:
     root, way = behind(g, n, (B, T, shape(n)[-1]))
     gone = g.absorb([*path, turned, n, *way], root)
     new = g.emit(root, aten.linear.default, y, linear.weight, linear.bias)
-    need(val(new).dtype == val(root).dtype, "another dtype")
-    need(val(new).requires_grad == val(root).requires_grad, "another need of a gradient")
-    restride(g, root, val(new))
-    g.replace(root, new, gone, "rows in order")
+    g.check_alike(new, root)
+    try:
+        found = g.restride(root, new)
+    except RuntimeError as error:  # a view that other strides do not allow
+        raise Decline("strides that something reads") from error
+    g.replace_with_strides(root, new, gone, "rows in order", found)
 
 
 def before(x: Node, path: list[Node]) -> Node:
@@ -59,30 +58,4 @@ def behind(g: Graph, n: Node, wanted: tuple[Any, ...]) -> tuple[Node, list[Node]
             break
         way.append(at)
         at = reader
-    need(False, "rows that stay in another order")
-    raise AssertionError
-
-
-def restride(g: Graph, root: Node, value: Any) -> None:
-    """Lets root have other strides, where no reader's result shows it; or Decline.
-
-    Elementwise readers may take them on, until one (a sum with a residual) has its own again.
-    """
-    changed = {root: value}
-    todo = [root]
-    for n in todo:
-        for reader in g.readers(n):
-            if reader in changed:
-                continue
-            shown = op(reader) in ELEMENTWISE and is_pure(reader) and not draws(reader)
-            need(shown and len(changed) < 8, "strides that something reads")
-            args, kwargs = torch.fx.map_arg(
-                (reader.args, reader.kwargs), lambda a: changed.get(a, val(a))
-            )
-            with g.fake_mode, reader.meta["region"].entered():
-                out = reader.target(*args, **kwargs)  # type: ignore[operator]
-            if tuple(out.stride()) != tuple(val(reader).stride()):
-                changed[reader] = out
-                todo.append(reader)
-    for n, new in changed.items():
-        n.meta["val"] = new
+    raise Decline("rows that stay in another order")

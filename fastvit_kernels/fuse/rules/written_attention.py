@@ -263,7 +263,7 @@ def under_head_scales(g: Graph, n: Node, q: Node, scales: list[Node]) -> Node:
 def mask_of(g: Graph, n: Node, scores: Scores) -> Node | None:
     """All masks as one, its wholly hidden rows NaN."""
     if not scores.masks and len(scores.hidden) == 1:
-        value = constant(scores.hidden[0])
+        value = constant(g, scores.hidden[0])
         if value is not None and not value.all(-1).any():
             return g.emit(n, aten.logical_not.default, scores.hidden[0])
     total = None
