@@ -266,10 +266,30 @@ class Graph:
 
     def replace(self, root: Node, new: Node, gone: Iterable[Node], rule: str) -> None:
         """Root's readers read new; root and what went with it are erased."""
+        shown = self.views_of(root, new)
         root.replace_all_uses_with(new)
+        for n, out in shown.items():
+            n.meta["val"] = out
+        if shown and self.written:
+            self.number()
         self.fired[rule] += 1
         self.made.clear()
         self.erase({root, *gone})
+
+    def views_of(self, root: Node, new: Node) -> dict[Node, Any]:
+        """Fake values of what shares root's storage, once it is of new's."""
+        old = storages(val(root)) - storages(val(new))
+        found: dict[Node, Any] = {}
+        todo = self.readers(root) if old else []
+        for n in todo:
+            if n.op != "call_function" or n in found or not storages(val(n)) & old:
+                continue
+            seen = {root: val(new), **found}
+            given, named = torch.fx.map_arg((n.args, n.kwargs), lambda a: seen.get(a, val(a)))  # noqa: B023
+            with self.fake_mode, n.meta["region"].entered():
+                found[n] = n.target(*given, **named)  # type: ignore[operator]
+            todo += self.readers(n)
+        return found
 
     def erase(self, nodes: Iterable[Node]) -> None:
         for n in sorted(nodes, key=self.order.__getitem__, reverse=True):

@@ -145,11 +145,12 @@ def packed_and_turned(g: Graph, call: Call) -> None:
     need(call.mask is None and not call.is_causal, "a mask")
     need(val(call.v).dtype == val(q.x).dtype, "values of another dtype")
     before = heads(q.x, q.by_tokens), heads(k.x, k.by_tokens)
-    need(all(part.scale == 1.0 for part in before), "a scale before the rotation")
-    x, weight, bias, _, path = projection(g, call, *before)
+    plain = q.norm is None or all(part.scale == 1.0 for part in before)
+    need(plain, "a scale before a norm")
+    x, weight, bias, scale, path = projection(g, call, *before)
     root = joined(g, call.node)[0]
     options = dict(num_heads=val(call.q).shape[1], **rope.arguments(g, root, q, k))
-    options |= dict(scale=call.scale * q.scale * k.scale, dropout_p=call.dropout)
+    options |= dict(scale=call.scale * q.scale * k.scale * scale, dropout_p=call.dropout)
     path = [*path, *q.path, *k.path]
     finish(g, call, path, fk.rope_attention, (x, weight, bias), options, "rope_attention")
 
@@ -247,7 +248,7 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attent
     else:
         by_token = g.emit(root, aten.transpose.int, out, 1, 2)
         new = in_place_of(g, root, n, by_token)
-    g.replace(root, new, gone, "attention")
+    g.replace(root, new, gone, rule)
 
 
 def as_four_axes(g: Graph, call: Call) -> None:
@@ -311,7 +312,9 @@ def heads(n: Node, by_tokens: bool = False) -> Heads:
     at, scale = scaled(same_tensor(n, path), path)
     base, where = origin(at, path)
     linear = linear_of(base, "queries, keys and values of no linear layer")
-    B, H, T, D = shape(n)
+    need(val(n).ndim == 4, "heads of other than four axes")
+    where = where.turned(0, 2, 1, 3) if by_tokens else where
+    B, H, T, D = where.shape
     N, start = val(base).shape[-1], where.offset
     need(val(base).is_contiguous() and eq(val(base).numel(), B * T * N), "rows of other tokens")
     need(isinstance(start, int) and isinstance(H, int), "a dynamic number of heads")
