@@ -187,12 +187,44 @@ def by_tokens(s, q, k):
     return q, k
 
 
+def split_pairs(x, interleaved):
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+
+
+def by_parts(interleaved, sign=1):
+    def one(s, x):
+        a, b = split_pairs(x, interleaved)
+        parts = (a * s.cos - b * s.sin, a * s.sin + s.cos * b)
+        if sign < 0:
+            parts = (a * s.cos + b * s.sin, b * s.cos - a * s.sin)
+        return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+
+    return lambda s, q, k: (one(s, q), one(s, k))
+
+
+def by_complex(x, z):
+    y = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(y * z).flatten(3).type_as(x)
+
+
+def complex_table(s, q, k):
+    z = torch.polar(s.cos.abs(), s.sin)
+    return by_complex(q, z), by_complex(k, z)
+
+
+def complex_table_of_their_own(s, q, k):
+    return by_complex(q, torch.polar(s.cos, s.sin)), by_complex(k, torch.polar(s.cos, -s.sin))
+
+
 SPELLINGS = {
     "halves": (both, {}),
     "halves by slices": (lambda s, q, k: both(s, q, k, halves_by_slices), {}),
     "halves stacked": (lambda s, q, k: both(s, q, k, halves_stacked), {}),
     "pairs": (lambda s, q, k: both(s, q, k, pairs), {}),
     "pairs unbound": (lambda s, q, k: both(s, q, k, pairs_unbound), {}),
+    "by parts in halves": (by_parts(False), dict(tables=(T, D // 2))),
+    "by parts in pairs": (by_parts(True), dict(tables=(T, D // 2))),
+    "complex": (complex_table, dict(tables=(T, D // 2))),
     "three linears": (both, dict(packed=False)),
     "prefix": (after_prefix, dict(tables=(T - 2, D))),
     "prefix by split": (by_split, dict(tables=(T - 2, D))),
@@ -353,6 +385,14 @@ def read_twice(s, q, k):
     return q + 0 * s.seen, k
 
 
+def parts_by_several(s, q, k):
+    def one(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * s.cos - b * s.sin, b * s.cos2 + a * s.sin), -1)
+
+    return one(q), one(k)
+
+
 LOOK_ALIKES = {
     "other sign": (other_partner(lambda x: -halves(x)), {}),
     "no sign": (other_partner(lambda x: torch.cat(x.chunk(2, -1)[::-1], -1)), {}),
@@ -389,6 +429,9 @@ LOOK_ALIKES = {
     "one column": (both, dict(tables=(T, 1))),
     "one row": (both, dict(tables=(1, D))),
     "by tokens, table by head (H, D)": (by_tokens, dict(tables=(H, D))),
+    "parts of another sign": (by_parts(False, -1), dict(tables=(T, D // 2))),
+    "complex tables of their own": (complex_table_of_their_own, dict(tables=(T, D // 2))),
+    "parts by several tables": (parts_by_several, dict(tables=(T, D // 2))),
     "queries alone": (lambda s, q, k: (turn(q, s.cos, s.sin), k), {}),
     "pairs for keys": (lambda s, q, k: (turn(q, s.cos, s.sin), turn(k, s.cos, s.sin, pairs)), {}),
     "prefix of keys": (other_prefix, dict(tables=(T - 2, D))),
@@ -402,15 +445,6 @@ LOOK_ALIKES = {
     "without gradient": (without_gradient, {}),
     "detached partner": (detached_partner, {}),
     "read twice": (read_twice, {}),
-    "norm of queries alone": (lambda s, q, k: both(s, F.layer_norm(q, (D,)), k), {}),
-    "norms of two kinds": (
-        lambda s, q, k: both(s, F.layer_norm(q, (D,)), F.rms_norm(k, (D,), eps=1e-5)),
-        {},
-    ),
-    "another eps": (
-        lambda s, q, k: both(s, F.layer_norm(q, (D,)), F.layer_norm(k, (D,), eps=1e-2)),
-        {},
-    ),
     "norm after it": (lambda s, q, k: tuple(F.layer_norm(t, (D,)) for t in both(s, q, k)), {}),
     "product for sum": (lambda s, q, k: tuple(t * s.cos * (halves(t) * s.sin) for t in (q, k)), {}),
 }
@@ -421,7 +455,26 @@ def test_a_look_alike_does_not_go_into_the_attention(name):
     turned, settings = LOOK_ALIKES[name]
     rules = rules_of(Host(lambda *a: turned(*a), **settings))
     assert ONE_OP not in rules
-    assert "rope" not in rules or name.startswith("norm")
+    assert "rope" not in rules
+
+
+NORMS = {
+    "norm of queries alone": (lambda s, q, k: both(s, F.layer_norm(q, (D,)), k), {}),
+    "norms of two kinds": (
+        lambda s, q, k: both(s, F.layer_norm(q, (D,)), F.rms_norm(k, (D,), eps=1e-5)),
+        {},
+    ),
+    "another eps": (
+        lambda s, q, k: both(s, F.layer_norm(q, (D,)), F.layer_norm(k, (D,), eps=1e-2)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_that_differ_stay_before_the_rotation(name):
+    rules = rules_of(Host(NORMS[name][0]))
+    assert rules["rope"] == 1 and ONE_OP not in rules
 
 
 def test_a_table_that_changes_between_queries_and_keys_declines():

@@ -142,6 +142,7 @@ def packed_with_mask(g: Graph, call: Call) -> None:
 def packed_and_turned(g: Graph, call: Call) -> None:
     """With the projection, norms and rotary embedding of queries and keys, as one op."""
     q, k = turned_heads(call, call.q), turned_heads(call, call.k)
+    need(rope.normed_alike(q, k), "different norms of queries and keys")
     need(call.mask is None and not call.is_causal, "a mask")
     need(val(call.v).dtype == val(q.x).dtype, "values of another dtype")
     before = heads(q.x, q.by_tokens), heads(k.x, k.by_tokens)
@@ -158,6 +159,8 @@ def packed_and_turned(g: Graph, call: Call) -> None:
 def turned_by_heads(g: Graph, call: Call) -> None:
     """Queries and keys turned by one op, then attention."""
     q, k = turned_heads(call, call.q), turned_heads(call, call.k)
+    if not rope.normed_alike(q, k):
+        q, k = turned_heads(call, call.q, False), turned_heads(call, call.k, False)
     need(eq(shape(call.q), shape(call.k)), "keys of another shape than queries")
     root = joined(g, call.node)[0]
     options = rope.arguments(g, root, q, k)
@@ -170,13 +173,13 @@ def turned_by_heads(g: Graph, call: Call) -> None:
     by_heads(g, call._replace(q=parts[0], k=parts[1], scale=scale, path=path), rule="rope")
 
 
-def turned_heads(call: Call, n: Node) -> rope.Turned:
+def turned_heads(call: Call, n: Node, with_norm: bool = True) -> rope.Turned:
     """Queries or keys before they turn, under a scale."""
     path: list[Node] = []
     at, scale = scaled(same_tensor(n, path), path)
     kind = val(n).device.type
     read_as = dict(call.node.meta["region"].autocast).get(kind, val(n).dtype)
-    found = rope.turned(at, read_as)
+    found = rope.turned(at, read_as, with_norm)
     found.scale, found.path = scale, [*path, *found.path]
     return found
 
