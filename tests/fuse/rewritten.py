@@ -17,13 +17,15 @@ def compiled(module, **options):
     return torch.compile(module, backend=fastvit_kernels, options=options, fullgraph=True)
 
 
-def step(call, module, inputs, seed=0):
+def step(call, module, inputs, autocast=False, seed=0):
     """Results, and the gradients of parameters and inputs of a sum that tells elements apart."""
     inputs = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
     for x in inputs:
         x.requires_grad_(x.is_floating_point())
     torch.manual_seed(seed)
-    results = [x for x in tree_leaves(call(*inputs)) if isinstance(x, torch.Tensor)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        results = tree_leaves(call(*inputs))
+    results = [x for x in results if isinstance(x, torch.Tensor)]
     generator = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)
     for x in results:
@@ -52,12 +54,9 @@ def fired(module, *inputs, autocast=False, grad=True, rtol=1e-9, atol=1e-9, **op
     """The rules that fired, once results and gradients are seen to be the module's own."""
     torch._dynamo.reset()
     host = copy.deepcopy(module)
-    with (
-        torch.set_grad_enabled(grad),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
-        results, grads = step(compiled(module, **options), module, inputs)
-        wanted, wanted_grads = step(host, host, inputs)
+    with torch.set_grad_enabled(grad):
+        results, grads = step(compiled(module, **options), module, inputs, autocast)
+        wanted, wanted_grads = step(host, host, inputs, autocast)
     assert_same(results, wanted, rtol, atol)
     for a, b in zip(grads, wanted_grads, strict=True):
         assert (a is None) == (b is None)
