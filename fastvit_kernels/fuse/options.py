@@ -37,13 +37,13 @@ def memory_low(g: Graph, pair: Node) -> None:
     need(is_read_by_products(g, y), "a norm that others than products read")
     x, weight, *others = pair.args
     bias, eps = others if op(pair) == PAIRS[0] else (None, *others)
-    recompute = None
+    samples, recompute = pair.kwargs.get("samples"), None
+    norm = "layer_norm" if op(pair) == PAIRS[0] else "rms_norm"
     if is_sum(x):
         new = g.emit(pair, of_sum(pair.target), *pair.args, **pair.kwargs)
         recompute = g.emit(pair, operator.getitem, new, 2)
         g.replace(pair, new, [], "memory low, sum")
-    norm = "layer_norm" if op(pair) == PAIRS[0] else "rms_norm"
-    given = (same, weight, bias, eps, recompute, norm, pair.kwargs.get("samples"))
+    given = (same, weight, bias, eps, recompute, norm, samples)
     for u in g.readers(y):
         new = g.emit(u, rebuilding(u.target), y, given, *u.args[1:], **u.kwargs, like=u)
         g.replace(u, new, [], "memory low")

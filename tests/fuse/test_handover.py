@@ -59,7 +59,7 @@ HANDED_ON = [
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, rms])
-@pytest.mark.parametrize("spell, times", HANDED_ON)
+@pytest.mark.parametrize(("spell", "times"), HANDED_ON)
 def test_a_residual_comes_from_the_norm_that_reads_it(spell, times, norm):
     assert fired(Block(spell, norm), tokens())["norm_and_input"] == times
 
@@ -155,7 +155,7 @@ def both_read(m, x):
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, rms])
-@pytest.mark.parametrize("spell, times", [(twice, 2), (both_read, 1)])
+@pytest.mark.parametrize(("spell", "times"), [(twice, 2), (both_read, 1)])
 def test_a_norm_that_products_read_writes_their_dtype(spell, times, norm):
     assert narrow(spell, norm) == times
 
