@@ -6,12 +6,17 @@ that. Everything is asked while a call is traced or compiled, never at import.
 
 from __future__ import annotations
 
+import logging
 import re
-from types import CodeType
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
+
+from ..runtime.compat import num_modes
 
 
 def guard_hooks() -> None:
@@ -86,6 +91,35 @@ def limit_met(code: CodeType) -> str:
     except (ImportError, AttributeError):
         return ""
     return f"recompile_limit = {limit}" if graphs >= limit else ""
+
+
+def watch_limits(tell: Callable[[str, FrameType], None]) -> None:
+    """Have `tell` called where Dynamo logs that a function inside of a forward met a limit.
+
+    Of a forward with a graph break the rest is a function of its own, with limits of its own. Gone
+    or worded otherwise: torch's log line alone.
+    """
+    logger, _tell[:] = logging.getLogger("torch._dynamo.convert_frame"), [tell]
+    logger.addFilter(_read_limit)  # one and the same is added once
+
+
+_tell: list[Callable[[str, FrameType], None]] = []
+
+
+def _read_limit(line: logging.LogRecord) -> bool:
+    if str(line.msg).startswith("torch._dynamo hit config.") and isinstance(line.args, tuple):
+        _tell[0](f"{line.args[0]} = {line.args[1]}", sys._getframe())
+    return True
+
+
+def in_foreign_mode() -> bool:
+    """Whether a dispatch mode looks on, other than those of selective checkpoints, which want a
+    compiled forward as it is. Gone: every mode is foreign."""
+    try:
+        from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+    except ImportError:
+        return num_modes() > 0
+    return is_in_any_mode_without_ignore_compile_internals()
 
 
 class Outer(NamedTuple):

@@ -12,14 +12,24 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import FunctionType, MethodType
+from dataclasses import dataclass, field
+from inspect import getattr_static
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from ..runtime.compat import constant_when_traced, is_dynamo_compiling, is_observed
+from ..runtime.compat import (
+    constant_when_traced,
+    has_global_hook,
+    in_forward_mode,
+    in_transform,
+    is_dynamo_compiling,
+    is_fx_tracing,
+    is_jit_tracing,
+    is_observed,
+)
 from . import dynamo, report, select
 from .report import Calls, SwapReport, collecting
 
@@ -40,6 +50,7 @@ class Settings:
     Attributes:
         partial: whether modules inside were left out by only= or skip=, so that a graph around them
             must stay the host's.
+        told: the warnings that were given, as (class, text).
     """
 
     compiler: Compiler = "eager"
@@ -47,6 +58,7 @@ class Settings:
     memory: Memory = "default"
     drop_path: DropPath = "mask"
     partial: bool = False
+    told: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
 
     def options(self) -> dict[str, Any]:
         return {"compiler": self.compiler, "memory": self.memory, "drop_path": self.drop_path}
@@ -68,6 +80,22 @@ def _entry(swapped: Swapped) -> Callable[..., Any]:
     name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
     code = called.__code__.replace(co_name=name)
     return FunctionType(code, called.__globals__, name, None, called.__closure__)
+
+
+def _others_look_on() -> bool:
+    """Whether an exporter, a tracer, a mode or torch.func wants the host's operators."""
+    if not is_observed():
+        return torch.compiler.is_exporting()
+    tracing = is_jit_tracing() or is_fx_tracing() or in_transform() or in_forward_mode()
+    return tracing or has_global_hook() or dynamo.in_foreign_mode()
+
+
+def _tell_limit(limit: str, frame: FrameType | None) -> None:
+    """A function inside of a swapped forward met a limit: whose call it is, the stack says."""
+    while frame is not None and frame.f_code is not Swapped.__call__.__code__:
+        frame = frame.f_back
+    if frame is not None:
+        frame.f_locals["self"].met(limit)
 
 
 class Swapped:
@@ -120,7 +148,7 @@ class Swapped:
         if is_dynamo_compiling():
             self.join_outer_compile()
             return self.host(*args, **kwargs)
-        if is_observed() or torch.compiler.is_exporting():  # whoever looks on wants the host's ops
+        if _others_look_on():
             return self.host(*args, **kwargs)
         try:
             out = (self.compiled or self.first_call)(*args, **kwargs)
@@ -129,7 +157,7 @@ class Swapped:
             text = str(error).strip()
             if not isinstance(error, self.tracing_errors) and "\nfrom user code:" not in text:
                 raise
-            failure = f"{type(error).__name__}: {text.splitlines()[0]}"
+            failure = f"{type(error).__name__}: {' '.join(text.split())[:200]}"
         else:
             if not self.looked:
                 self.look()
@@ -150,6 +178,7 @@ class Swapped:
         try:
             from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 
+            dynamo.watch_limits(_tell_limit)
             self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
             return torch.compile(_entry(self), backend=self.backend)
         except (ImportError, AttributeError) as error:
@@ -161,7 +190,7 @@ class Swapped:
         self.compiled = self.host
         self.looked = True
         self.calls.note(f"runs its host's forward: {why}")
-        self.warn(f"it runs its host's {self.method}: {why}")
+        self.warn(f"it runs its host's forward: {why}")
 
     def backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from .backend import fastvit_kernels
@@ -172,25 +201,32 @@ class Swapped:
 
     def ran_as_python(self, code: Any) -> None:
         self.calls.as_python += 1
-        if not self.calls.limit and (limit := dynamo.limit_met(code)):
+        if limit := dynamo.limit_met(code):
+            self.met(limit)
+
+    def met(self, limit: str) -> None:
+        if not self.calls.limit:
             self.calls.limit = limit
             self.warn(
                 f"torch._dynamo has made as many graphs of it as it may ({limit}): calls of new "
-                f"kinds run the host's {self.method}"
+                "kinds run the host's forward"
             )
 
     def look(self) -> None:
-        """After the first call: say if nothing is fused."""
+        """After the first call: say if no product is fused."""
         self.looked = True
-        graphs = self.calls.graphs
+        graphs = [g for g in self.calls.graphs if g.flops]
         if graphs and not any(g.rules for g in graphs):
             why = [g.declined or (g.left[0].reason if g.left else "") for g in graphs]
             self.warn("nothing in it is fused" + next((f": {w}" for w in why if w), ""))
 
     def warn(self, what: str) -> None:
+        """Once for modules of a class."""
         cls = type(self.module).__name__
-        where = f"{cls} ({self.name})" if self.name else cls
-        warnings.warn(f"swap_in: {where}: {what}", RuntimeWarning, stacklevel=4)
+        if (cls, what) not in self.settings.told:
+            self.settings.told.add((cls, what))
+            where = f"{cls} ({self.name})" if self.name else cls
+            warnings.warn(f"swap_in: {where}: {what}", RuntimeWarning, stacklevel=4)
 
     @constant_when_traced
     def join_outer_compile(self) -> bool:
@@ -251,7 +287,8 @@ def _entrances(module: nn.Module) -> list[str]:
     """forward, and the model's other methods that run its blocks."""
     names = {n for c in type(module).__mro__ if c is not nn.Module for n in vars(c)}
     found = [n for n in sorted(names) if _ENTRANCES.fullmatch(n)]
-    return ["forward"] + [n for n in found if isinstance(getattr(type(module), n), FunctionType)]
+    cls = type(module)
+    return ["forward"] + [n for n in found if isinstance(getattr_static(cls, n), FunctionType)]
 
 
 def _install(name: str, module: nn.Module, settings: Settings, methods: list[str]) -> list[Calls]:

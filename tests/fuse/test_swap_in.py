@@ -10,13 +10,16 @@ import pickle
 import threading
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo as dynamo
 from swapped import assert_same, assert_same_step, images, no_warning, swapped_and_host, vit
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fastvit_kernels.fuse import dynamo as ours
 from fastvit_kernels.fuse.report import status
 from fastvit_kernels.fuse.swap import swap_in, swap_out
 
@@ -135,6 +138,57 @@ def test_a_child_called_alone_runs_as_its_host_and_the_report_says_so():
     assert "called by themselves" not in str(swap_in(model, regional=True))
 
 
+class Entrances(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @staticmethod
+    def forward_static(x):
+        return x + 1
+
+    @classmethod
+    def encode_class(cls, x):
+        return x + 2
+
+    def encode_image(self, x):
+        return self.linear(x)
+
+    def forward(self, x):
+        return self.encode_class(self.forward_static(self.encode_image(x)))
+
+
+def test_only_methods_of_the_instance_are_entrances():
+    model, host = swapped_and_host(Entrances())
+    x = torch.randn(2, 8)
+    assert_same(model(x), host(x))
+    assert_same(model.encode_image(x), host.encode_image(x))
+    assert graphs(model) == 2
+    assert_same(model.forward_static(x), x + 1)
+    assert_same(model.encode_class(x), x + 2)
+
+
+def test_hidden_states_of_transformers_are_collected():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=32,
+        patch_size=16,
+    )
+    for regional in (False, True):
+        torch.manual_seed(0)
+        model, host = swapped_and_host(transformers.ViTModel(config).eval(), regional=regional)
+        for asked in ({"output_hidden_states": True}, {}, {"output_hidden_states": True}):
+            a, b = (m(pixel_values=images(), **asked) for m in (model, host))
+            assert_same(a.last_hidden_state, b.last_hidden_state)
+            assert len(a.hidden_states or ()) == len(b.hidden_states or ())
+            for x, y in zip(a.hidden_states or (), b.hidden_states or (), strict=True):
+                assert_same(x, y)
+
+
 # Hooks that come later (trap 1).
 
 
@@ -250,6 +304,27 @@ def test_a_limit_of_recompiles_is_one_warning_and_a_row():
     assert status(model).recompiles == 2
 
 
+class Broken(Scaled):
+    """The rest of a forward with a graph break is a function with a limit of its own."""
+
+    def forward(self, x):
+        x = self.linear(x)
+        dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_limit_behind_a_graph_break_is_no_silence_either():
+    model, host = swapped_and_host(Broken())
+    x = torch.randn(2, 8)
+    with dynamo.config.patch(recompile_limit=3), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        for model.scale in range(8):
+            host.scale = model.scale
+            assert_same(model(x), host(x))
+    assert sum("as many graphs of it as it may" in str(w.message) for w in warned) == 1
+    assert status(model).limits == ["the model: recompile_limit = 3"]
+
+
 def test_other_batches_are_one_more_graph():
     model, host = swapped_and_host()
     for batch in (2, 3, 5, 8):
@@ -271,6 +346,51 @@ def test_modules_of_torch_itself_are_captured(make):
     x = torch.randn(2, 5, 8)
     assert_same(model(x), host(x))
     assert graphs(model) == 1
+
+
+# Checkpoints and autocast.
+
+
+@ways
+def test_gradient_checkpoints_of_the_host(regional):
+    model = vit(drop_path_rate=0.3)
+    model.set_grad_checkpointing()
+    model, host = swapped_and_host(model, regional=regional)
+    assert_same_step(model, host)
+    assert status(model).share > 0.5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_around_swapped_blocks(use_reentrant):
+    model, host = swapped_and_host(vit(drop_path_rate=0.3), regional=True)
+    for m in (model, host):
+        inner = m.blocks.forward
+        m.blocks.forward = lambda x, f=inner: checkpoint(f, x, use_reentrant=use_reentrant)
+    assert_same_step(model, host)
+    assert status(model).share == 1.0
+
+
+def test_selective_checkpoints_around_swapped_blocks():
+    model, host = swapped_and_host(vit(), regional=True)
+    ops = [torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, ops)
+    for m in (model, host):
+        inner = m.blocks.forward
+        m.blocks.forward = lambda x, f=inner: checkpoint(
+            f, x, use_reentrant=False, context_fn=contexts
+        )
+    assert_same_step(model, host)
+    assert graphs(model) > 0
+
+
+@ways
+def test_autocast_is_the_hosts(regional):
+    model, host = swapped_and_host(regional=regional)
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y, wanted = model(images()), host(images())
+        assert y.dtype == wanted.dtype
+        torch.testing.assert_close(y, wanted, rtol=2e-2, atol=2e-2)
 
 
 # Copies (trap 4).
@@ -399,7 +519,7 @@ def test_wrong_inputs_give_the_hosts_own_message(bad, called, regional):
             m(bad)
         raised.append((type(caught.value), str(caught.value)))
     assert raised[0] == raised[1]
-    assert caught.value.__cause__ is None
+    assert caught.value.__cause__ is None and caught.value.__context__ is None
     with no_warning():
         assert_same(model(images()), host(images()))
     assert graphs(model) > 0
@@ -416,7 +536,7 @@ def test_torch_compile_of_a_swapped_model_is_fused(regional):
     before, passes = config.get_config_copy(), config.pre_grad_custom_pass
     compiled = torch.compile(model, fullgraph=True)
     assert_same(compiled(images()), host(images()))
-    assert graphs(model) == 1
+    assert graphs(model) == 1 and status(model).share > 0.5
     assert config.get_config_copy() == before and config.pre_grad_custom_pass is passes
     other = nn.Linear(8, 8)
     torch.compile(other)(torch.randn(2, 8))
@@ -591,3 +711,74 @@ def test_a_first_call_in_many_threads():
         for i in range(4):
             assert_same(found[i], host(images(seed=i)))
     assert graphs(model) == 1
+
+
+# A torch without one of Dynamo's interfaces.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT",
+        "torch._guards.CompileContext.current_compile_id",
+        "torch._dynamo.eval_frame._debug_get_cache_entry_list",
+        "torch._dynamo.config.recompile_limit",
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",
+        "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals",
+    ],
+)
+def test_without_an_interface_all_is_the_same_but_what_it_told(name):
+    asked = {
+        "torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT": ours.guard_hooks,
+        "torch._guards.CompileContext.current_compile_id": ours.compile_under_way,
+        "torch._dynamo.eval_frame._debug_get_cache_entry_list": lambda: ours.limit_met(code),
+        "torch._dynamo.config.recompile_limit": lambda: ours.limit_met(code),
+        "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": ours.outer_compile,
+        "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals": (
+            ours.in_foreign_mode
+        ),
+    }
+    code = vit.__code__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(name)
+        assert not asked[name]()
+
+
+def test_without_dynamo_the_host_runs_and_says_so(monkeypatch):
+    model, host = swapped_and_host()
+    monkeypatch.delattr("torch._dynamo.exc.TorchRuntimeError")
+    with pytest.warns(RuntimeWarning, match="runs its host's forward: torch .* lacks an interface"):
+        assert_same(model(images()), host(images()))
+    with no_warning():
+        assert_same(model(images()), host(images()))
+    assert "runs its host's forward" in str(status(model)) and graphs(model) == 0
+
+
+class Untraceable(nn.Module):
+    """Runs, and Dynamo's fake tensors say that it cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(no_fake(x))
+
+
+@torch.library.custom_op("fastvit_tests::no_fake", mutates_args=())
+def no_fake(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@no_fake.register_fake
+def _(x):
+    raise RuntimeError("wrong here")
+
+
+def test_what_dynamo_cannot_trace_runs_its_host_and_says_so_once():
+    model, host = swapped_and_host(Untraceable())
+    x = torch.randn(2, 8)
+    with pytest.warns(RuntimeWarning, match=r"torch\._dynamo cannot trace it .*wrong here"):
+        assert_same(model(x), host(x))
+    with no_warning():
+        assert_same(model(x), host(x))
