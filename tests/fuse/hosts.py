@@ -52,6 +52,7 @@ class Host:
     prepare: Callable[[Any], None] = nothing
     between: Callable[[Any], None] = nothing  # two calls
     calls: int = 1
+    again: Callable[[], tuple[Any, ...]] | None = None  # inputs of later calls
     module: Callable[[], nn.Module] | None = None  # instead of a Kit and `forward`
 
     def build(self) -> nn.Module:
@@ -65,6 +66,11 @@ class Host:
 Facts = dict[str, Any]
 
 
+def table(prefix: str, forwards: dict[str, Callable[..., Any]], **how: Any) -> list[Host]:
+    """Hosts of one kind."""
+    return [Host(f"{prefix} - {name}", forward, **how) for name, forward in forwards.items()]
+
+
 def observe(host: Host, module: nn.Module, call: Callable[..., Any]) -> Facts:
     """What is to be seen of a host's calls."""
     torch.manual_seed(1)
@@ -72,7 +78,8 @@ def observe(host: Host, module: nn.Module, call: Callable[..., Any]) -> Facts:
     for i in range(host.calls):
         if i:
             host.between(module)
-        inputs = tree_map(functools.partial(fresh, host), host.inputs())
+        given = host.again if i and host.again else host.inputs
+        inputs = tree_map(functools.partial(fresh, host), given())
         module.zero_grad()
         try:
             one_call(facts, f"call {i}: ", host, module, call, inputs)

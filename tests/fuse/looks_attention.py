@@ -1,0 +1,765 @@
+"""Hosts that look like attention: layouts, operands, scales, masks, rotations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.fuse.hosts import Host, table
+from tests.fuse.kit import (
+    C,
+    D,
+    H,
+    Kit,
+    join,
+    packed,
+    rotate_half,
+    rotate_pairs,
+    sdpa,
+    seeded,
+    separate,
+    split,
+    square,
+    tokens,
+)
+
+INF = math.inf
+
+
+def layouts() -> Iterator[Host]:
+    """Every way to take q, k and v out of one product where B = T = H = D."""
+    for axes in itertools.permutations((3, 8, 8)):
+        if axes.count(3) == 1:
+            where = axes.index(3)
+            rest = [i for i in range(5) if i != 2 + where]
+            for order in itertools.permutations(rest):
+                yield layout(axes, 2 + where, order)
+
+
+def layout(axes: tuple[int, ...], three: int, order: tuple[int, ...]) -> Host:
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        w = torch.cat((kit.qkv.weight, kit.both.weight[:96] * 0.5), 0)
+        y = F.linear(x, torch.cat((w, w.flip(1)), 1)).view(8, 8, *axes)
+        q, k, v = y.permute(three, *order).unbind(0)
+        return kit_join(sdpa(q, k, v))
+
+    def kit_join(o: Tensor) -> Tensor:
+        return o.transpose(1, 2).reshape(8, 8, 64)
+
+    return Host(f"layout - {axes} by {(three, *order)}", forward, lambda: (seeded(8, 8, 64),))
+
+
+ORDERS = {
+    f"packed as {''.join('qkv'[i] for i in order)}": (
+        lambda kit, x, order=order: join(sdpa(*[packed(kit, x)[i] for i in order]))
+    )
+    for order in itertools.product(range(3), repeat=3)
+}
+
+
+def by(q: Callable[..., Any], k: Callable[..., Any], v: Callable[..., Any], **how: Any) -> Any:
+    """Attention after something is done to each operand."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        operands = zip((q, k, v), packed(kit, x), strict=True)
+        return kit.o(join(sdpa(*[change(kit, t) for change, t in operands], **how)))
+
+    return forward
+
+
+def same(kit: Kit, t: Tensor) -> Tensor:
+    return t
+
+
+def times(s: Any) -> Callable[..., Tensor]:
+    return lambda kit, t: t * s
+
+
+OPERANDS = {
+    "as it is": by(same, same, same),
+    "q scaled": by(times(0.3), same, same),
+    "q and k scaled": by(times(0.3), times(2.0), same, scale=0.7),
+    "v scaled": by(same, same, times(2.0)),
+    "q scaled by -1": by(times(-1.0), same, same),
+    "q scaled by 0": by(times(0.0), same, same),
+    "q scaled by inf": by(times(INF), same, same),
+    "q scaled by a tensor": by(lambda kit, t: t * kit.per_head, same, same),
+    "q scaled by a column": by(lambda kit, t: t * kit.ls[:D], same, same),
+    "q plus a bias": by(lambda kit, t: t + kit.ls[:D], same, same),
+    "q, k, v shifted": by(*[lambda kit, t: t.roll(1, 2)] * 3),
+    "q over 3": by(lambda kit, t: t / 3, same, same),
+    "q over sqrt": by(lambda kit, t: t / math.sqrt(D), same, same, scale=1.0),
+    "one head for all": by(same, lambda kit, t: t[:, :1].expand_as(t), same),
+    "first keys alone": by(same, lambda kit, t: t[:, :, :2], lambda kit, t: t[:, :, :2]),
+    "first queries alone": by(lambda kit, t: t[:, :, :1], same, same),
+    "narrow values": by(same, same, lambda kit, t: torch.cat((t[..., :4], t[..., :4]), -1)),
+    "half of the head": by(*[lambda kit, t: t[..., :4]] * 2, same),
+    "normed q, k": by(lambda kit, t: kit.qn(t), lambda kit, t: kit.kn(t), same),
+    "normed q alone": by(lambda kit, t: kit.qn(t), same, same),
+    "normed v": by(same, same, lambda kit, t: kit.qn(t)),
+    "l2 normed": by(*[lambda kit, t: F.normalize(t, dim=-1)] * 2, same),
+    "causal": by(same, same, same, is_causal=True),
+    "scale of 1": by(same, same, same, scale=1.0),
+    "negative scale": by(same, same, same, scale=-0.3),
+    "scale of 0": by(same, same, same, scale=0.0),
+    "scale of nan": by(same, same, same, scale=math.nan),
+    "scale of inf": by(same, same, same, scale=INF),
+    "tiny scale": by(same, same, same, scale=1e-300),
+    "dropout": by(same, same, same, dropout_p=0.3),
+    "dropout of all": by(same, same, same, dropout_p=1.0),
+    "dropout of more": by(same, same, same, dropout_p=1.5),
+    "gqa": by(same, lambda kit, t: t[:, :2], lambda kit, t: t[:, :2], enable_gqa=True),
+    "gqa of one": by(same, lambda kit, t: t[:, :1], lambda kit, t: t[:, :1], enable_gqa=True),
+    "gqa uneven": by(same, lambda kit, t: t[:, :3], lambda kit, t: t[:, :3], enable_gqa=True),
+    "broadcast heads": by(same, lambda kit, t: t[:, :1], lambda kit, t: t[:, :1]),
+    "broadcast batch": by(same, lambda kit, t: t[:1], lambda kit, t: t[:1]),
+}
+
+
+def heads_over(kit: Kit, x: Tensor) -> Tensor:
+    """Attention over the heads of each token."""
+    return sdpa(*[layer(x).view(*x.shape[:2], H, D) for layer in (kit.q, kit.k, kit.v)])
+
+
+def three_axes(kit: Kit, x: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in separate(kit, x))
+    o = torch.bmm((torch.bmm(q, k.transpose(1, 2)) * D**-0.5).softmax(-1), v)
+    return kit.o(join(o.view(x.shape[0], H, -1, D)))
+
+
+def baddbmm(beta: float, alpha: float) -> Callable[..., Tensor]:
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = (t.flatten(0, 1) for t in separate(kit, x))
+        bias = kit.table[:, : x.shape[1], : x.shape[1]].repeat(x.shape[0], 1, 1)
+        w = torch.baddbmm(bias, q, k.transpose(1, 2), beta=beta, alpha=alpha).softmax(-1)
+        return torch.bmm(w, v)
+
+    return forward
+
+
+def cross(kit: Kit, x: Tensor) -> Tensor:
+    q, k, v = separate(kit, x)
+    _, k, v = separate(kit, x.flip(1) * 2)
+    return join(sdpa(q, k, v))
+
+
+def two_uses(kit: Kit, x: Tensor) -> Tensor:
+    q, k, v = separate(kit, x)
+    return join(sdpa(q, k, v)) + join(q) + kit.o(x)
+
+
+STRUCTURES = {
+    "over heads": heads_over,
+    "view without transpose": lambda kit, x: sdpa(
+        *[layer(x).view(-1, H, x.shape[1], D) for layer in (kit.q, kit.k, kit.v)]
+    ),
+    "over the batch": lambda kit, x: join(
+        sdpa(*kit.qkv(x).view(*x.shape[:2], 3, H, D).permute(2, 1, 3, 0, 4).unbind(0))
+    ),
+    "D before H": lambda kit, x: join(
+        sdpa(*kit.qkv(x).view(*x.shape[:2], 3, D, H).permute(2, 0, 4, 1, 3).unbind(0))
+    ),
+    "H 3 D": lambda kit, x: join(
+        sdpa(*kit.qkv(x).view(*x.shape[:2], H, 3, D).permute(3, 0, 2, 1, 4).unbind(0))
+    ),
+    "chunks of the last axis": lambda kit, x: join(sdpa(*map(split, kit.qkv(x).chunk(3, -1)))),
+    "chunks of four": lambda kit, x: join(sdpa(*map(split, kit.both(x).split(32, -1)[:3]))),
+    "extra columns first": lambda kit, x: join(
+        sdpa(*map(split, kit.both(x)[..., 32:].chunk(3, -1)))
+    ),
+    "rows of other order": lambda kit, x: join(
+        sdpa(*map(split, F.linear(x, kit.qkv.weight.flip(0), kit.qkv.bias).chunk(3, -1)))
+    ),
+    "a computed weight": lambda kit, x: join(
+        sdpa(*map(split, F.linear(x, kit.qkv.weight * 2, kit.qkv.bias + 1).chunk(3, -1)))
+    ),
+    "a bias of (1, N)": lambda kit, x: join(
+        sdpa(*map(split, F.linear(x, kit.qkv.weight, kit.qkv.bias[None])[..., :].chunk(3, -1)))
+    ),
+    "a bias of zeros but for q": lambda kit, x: join(
+        sdpa(split(kit.q(x)), split(kit.bare(x)), split(kit.v(x)))
+    ),
+    "one layer thrice": lambda kit, x: join(sdpa(*[split(kit.q(x))] * 3)),
+    "k is v": lambda kit, x: join(sdpa(split(kit.q(x)), split(kit.k(x)), split(kit.k(x)))),
+    "one product for k and v": lambda kit, x: join(
+        sdpa(split(kit.q(x)), *map(split, kit.fc1(x).chunk(2, -1)))
+    ),
+    "v before k in one product": lambda kit, x: join(
+        sdpa(split(kit.q(x)), *map(split, kit.fc1(x).chunk(2, -1)[::-1]))
+    ),
+    "one product for q and k": lambda kit, x: join(
+        sdpa(*map(split, kit.fc1(x).chunk(2, -1)), split(kit.v(x)))
+    ),
+    "cross attention": cross,
+    "q from elsewhere": lambda kit, x: join(sdpa(split(kit.q(x * 2)), *separate(kit, x)[1:])),
+    "q of a constant": lambda kit, x: join(
+        sdpa(split(kit.q(kit.cls.expand_as(x))), *separate(kit, x)[1:])
+    ),
+    "q read twice": two_uses,
+    "three axes": three_axes,
+    "three axes, sdpa": lambda kit, x: sdpa(*[t.flatten(0, 1) for t in separate(kit, x)]),
+    "two axes, sdpa": lambda kit, x: sdpa(kit.q(x)[0], kit.k(x)[0], kit.v(x)[0]),
+    "one head": lambda kit, x: sdpa(kit.q(x), kit.k(x), kit.v(x)),
+    "five axes": lambda kit, x: sdpa(*[t.unsqueeze(1) for t in separate(kit, x)]),
+    "baddbmm": baddbmm(1, D**-0.5),
+    "baddbmm of beta 0": baddbmm(0, D**-0.5),
+    "baddbmm of beta 2": baddbmm(2, 1),
+    "baddbmm of alpha -1": baddbmm(1, -1),
+    "joined by head": lambda kit, x: sdpa(*separate(kit, x)).reshape(x.shape),
+    "joined the other way": lambda kit, x: (
+        sdpa(*separate(kit, x)).permute(0, 2, 3, 1).reshape(x.shape)
+    ),
+    "not joined": lambda kit, x: sdpa(*separate(kit, x)),
+    "joined and not": lambda kit, x: (lambda o: (o, join(o)))(sdpa(*separate(kit, x))),
+    "transposed alone": lambda kit, x: sdpa(*separate(kit, x)).transpose(1, 2),
+    "viewed after": lambda kit, x: sdpa(*separate(kit, x)).transpose(1, 2).flatten(2).view(-1, C),
+    "written to after": lambda kit, x: sdpa(*separate(kit, x)).transpose(1, 2).flatten(2).mul_(2),
+    "gate of heads": lambda kit, x: join(sdpa(*separate(kit, x)) * kit.per_head),
+    "unbatched": lambda kit, x: F.linear(
+        sdpa(*kit.qkv(x[0]).view(-1, 3, H, D).permute(1, 2, 0, 3).unbind(0))
+        .transpose(0, 1)
+        .flatten(1),
+        kit.o.weight,
+    ),
+    "computed twice": lambda kit, x: join(sdpa(*packed(kit, x))) + join(sdpa(*packed(kit, x))),
+    "queries and keys swapped": lambda kit, x: (lambda q, k, v: join(sdpa(k, q, v)))(
+        *packed(kit, x)
+    ),
+}
+
+
+# Written out ----------------------------------------------------------------------------------
+
+
+def scores_of(how: Callable[..., Tensor], operands: Callable[..., Any] = packed) -> Any:
+    """softmax and product with the values of what `how` makes of (kit, scores, x)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = operands(kit, x)
+        return kit.o(join(how(kit, q @ k.transpose(-2, -1), x) @ v))
+
+    return forward
+
+
+def weights_of(how: Callable[..., Tensor]) -> Any:
+    return scores_of(lambda kit, s, x: how(kit, (s * D**-0.5).softmax(-1)))
+
+
+def masked_by(make: Callable[..., Any]) -> Any:
+    return scores_of(lambda kit, s, x: (s * D**-0.5 + make(kit, s)).softmax(-1))
+
+
+WRITTEN = {
+    "as it is": scores_of(lambda kit, s, x: (s * D**-0.5).softmax(-1)),
+    "over sqrt": scores_of(lambda kit, s, x: (s / math.sqrt(D)).softmax(-1)),
+    "no scale": scores_of(lambda kit, s, x: s.softmax(-1)),
+    "scale before": scores_of(lambda kit, s, x: (D**-0.5 * s).softmax(dim=3)),
+    "two scales": scores_of(lambda kit, s, x: (s * 0.5 / 3 * 2).softmax(-1)),
+    "over a negative": scores_of(lambda kit, s, x: (s / -2).softmax(-1)),
+    "number over": scores_of(lambda kit, s, x: (2 / (s.abs() + 1)).softmax(-1)),
+    "floor divided": scores_of(
+        lambda kit, s, x: torch.div(s, 2, rounding_mode="floor").softmax(-1)
+    ),
+    "power": scores_of(lambda kit, s, x: s.pow(2).softmax(-1)),
+    "queries' softmax": scores_of(lambda kit, s, x: (s * D**-0.5).softmax(-2)),
+    "heads' softmax": scores_of(lambda kit, s, x: (s * D**-0.5).softmax(1)),
+    "log_softmax": scores_of(lambda kit, s, x: (s * D**-0.5).log_softmax(-1)),
+    "softmin": scores_of(lambda kit, s, x: F.softmin(s * D**-0.5, -1)),
+    "sigmoid": scores_of(lambda kit, s, x: (s * D**-0.5).sigmoid()),
+    "softmax by hand": scores_of(
+        lambda kit, s, x: (lambda e: e / e.sum(-1, keepdim=True))(
+            (s - s.amax(-1, keepdim=True)).exp()
+        )
+    ),
+    "softmax of one more": scores_of(
+        lambda kit, s, x: (lambda e: e / (1 + e.sum(-1, keepdim=True)))(s.exp())
+    ),
+    "temperature": scores_of(lambda kit, s, x: (s * kit.per_head).softmax(-1)),
+    "temperature of one head": scores_of(lambda kit, s, x: (s * kit.per_head[0]).softmax(-1)),
+    "temperature a scalar": scores_of(lambda kit, s, x: (s * kit.ls[0]).softmax(-1)),
+    "temperature below": scores_of(lambda kit, s, x: (s / kit.per_head).softmax(-1)),
+    "temperature a number": scores_of(
+        lambda kit, s, x: (s * kit.per_head.exp().clamp(max=2.0)).softmax(-1)
+    ),
+    "temperature by query": scores_of(
+        lambda kit, s, x: (s * kit.table[:, : s.shape[2], :1]).softmax(-1)
+    ),
+    "temperature by key": scores_of(
+        lambda kit, s, x: (s * kit.table[:, :1, : s.shape[2]]).softmax(-1)
+    ),
+    "temperature by batch": scores_of(
+        lambda kit, s, x: (s * x.detach()[:, :1, :1, None].abs()).softmax(-1)
+    ),
+    "temperature twice": scores_of(lambda kit, s, x: (s * kit.per_head * kit.per_head).softmax(-1)),
+    "temperature under no_grad": scores_of(
+        lambda kit, s, x: (s * kit.per_head.detach()).softmax(-1)
+    ),
+    "talking heads": scores_of(
+        lambda kit, s, x: torch.einsum("bhts,hg->bgts", s, kit.table[0, :4, :4]).softmax(-1)
+    ),
+    "talking after": weights_of(
+        lambda kit, w: torch.einsum("bhts,hg->bgts", w, kit.table[0, :4, :4])
+    ),
+    "scaled before a mask": scores_of(
+        lambda kit, s, x: ((s + kit.table[:, : s.shape[2], : s.shape[2]]) * D**-0.5).softmax(-1)
+    ),
+    "weights seen": scores_of(lambda kit, s, x: (lambda w: w + w.mean())(s.softmax(-1))),
+    "weights returned": lambda kit, x: (
+        lambda q, k, v: (lambda w: (w @ v, w))((q @ k.transpose(-2, -1)).softmax(-1))
+    )(*packed(kit, x)),
+    "scores returned": lambda kit, x: (
+        lambda q, k, v: (lambda s: (s.softmax(-1) @ v, s))(q @ k.transpose(-2, -1))
+    )(*packed(kit, x)),
+    "weights noted": weights_of(lambda kit, w: (setattr(kit, "map", w), w)[1]),
+    "weights scaled": weights_of(lambda kit, w: w * 2),
+    "weights masked": weights_of(lambda kit, w: w * (w > 0.1)),
+    "weights renormalised": weights_of(lambda kit, w: w / (w.sum(-2, keepdim=True) + 1e-6)),
+    "weights detached": weights_of(lambda kit, w: w.detach()),
+    "weights dropped": weights_of(lambda kit, w: F.dropout(w, 0.3, kit.training)),
+    "weights dropped, idle": weights_of(lambda kit, w: F.dropout(w, 0.0)),
+    "weights dropped twice": weights_of(lambda kit, w: F.dropout(F.dropout(w, 0.3), 0.3)),
+    "weights all dropped": weights_of(lambda kit, w: F.dropout(w, 1.0)),
+    "weights dropped in place": weights_of(lambda kit, w: F.dropout(w, 0.3, True, True)),
+    "heads dropped": weights_of(lambda kit, w: F.dropout2d(w, 0.5)),
+    "scores dropped": scores_of(lambda kit, s, x: F.dropout(s, 0.3).softmax(-1)),
+    "draw between": weights_of(lambda kit, w: (torch.rand(2), F.dropout(w, 0.3), torch.rand(2))[1]),
+    "weights clamped": weights_of(lambda kit, w: w.clamp(0.05, 0.5)),
+    "scores clamped": scores_of(lambda kit, s, x: s.clamp(-1, 1).softmax(-1)),
+    "scores tanh": scores_of(lambda kit, s, x: (20 * torch.tanh(s / 20)).softmax(-1)),
+    "keys of a view": lambda kit, x: (
+        lambda q, k, v: (q @ k.reshape(*k.shape[:2], D, -1)).softmax(-1) @ v
+    )(*packed(kit, x)),
+    "keys not turned": lambda kit, x: (
+        lambda q, k, v: (q.transpose(-2, -1) @ k).softmax(-1) @ v.transpose(-2, -1)
+    )(*packed(kit, x)),
+    "values turned": lambda kit, x: (
+        lambda q, k, v: (v.transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)).transpose(
+            -2, -1
+        )
+    )(*packed(kit, x)),
+    "softmax in float32": scores_of(
+        lambda kit, s, x: s.softmax(-1, dtype=torch.float32).to(s.dtype)
+    ),
+    "softmax in float64": scores_of(
+        lambda kit, s, x: s.softmax(-1, dtype=torch.float64).to(s.dtype)
+    ),
+    "softmax in half": scores_of(lambda kit, s, x: s.softmax(-1, dtype=torch.float16).to(s.dtype)),
+    "softmax of floats": scores_of(lambda kit, s, x: s.float().softmax(-1).type_as(s)),
+    "einsum": lambda kit, x: (
+        lambda q, k, v: torch.einsum(
+            "bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+        )
+    )(*packed(kit, x)),
+    "einsum of swapped": lambda kit, x: (
+        lambda q, k, v: torch.einsum(
+            "bhij,bhid->bhjd", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
+        )
+    )(*packed(kit, x)),
+    "einsum of batch": lambda kit, x: (
+        lambda q, k, v: torch.einsum(
+            "bhij,bhjd->bhid", torch.einsum("ahid,bhjd->bhij", q, k).softmax(-1), v
+        )
+    )(*packed(kit, x)),
+    "einsum by tokens": lambda kit, x: (
+        lambda q, k, v: torch.einsum(
+            "bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1), v
+        )
+    )(*kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)),
+}
+
+
+# Masks ----------------------------------------------------------------------------------------
+
+
+def hides(*size: int) -> Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+def some_hidden(kit: Kit, s: Tensor) -> Tensor:
+    """Every row sees itself."""
+    T = s.shape[-1]
+    return hides(T, T) & ~torch.eye(T, dtype=torch.bool)
+
+
+def all_of_a_row(kit: Kit, s: Tensor) -> Tensor:
+    hidden = some_hidden(kit, s).clone()
+    hidden[1] = True
+    return hidden
+
+
+def learnt(kit: Kit, s: Tensor) -> Tensor:
+    return kit.table[:, : s.shape[2], : s.shape[3]]
+
+
+def filled(value: float, hidden: Callable[..., Tensor] = some_hidden) -> Any:
+    return scores_of(lambda kit, s, x: s.masked_fill(hidden(kit, s), value).softmax(-1))
+
+
+def infinite(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda kit, s: torch.zeros(s.shape[-2:], dtype=s.dtype).masked_fill(hidden(kit, s), -INF)
+
+
+MASKS = {
+    "learnt": masked_by(learnt),
+    "learnt, one query": masked_by(lambda kit, s: learnt(kit, s)[:, :1]),
+    "learnt, one key": masked_by(lambda kit, s: learnt(kit, s)[..., :1]),
+    "learnt, one head": masked_by(lambda kit, s: learnt(kit, s)[0]),
+    "learnt, twice": masked_by(lambda kit, s: learnt(kit, s) + learnt(kit, s).flip(0)),
+    "learnt, a vector": masked_by(lambda kit, s: learnt(kit, s)[0, 0]),
+    "a number": masked_by(lambda kit, s: 1.0),
+    "a scalar": masked_by(lambda kit, s: kit.ls[0]),
+    "by batch": masked_by(lambda kit, s: learnt(kit, s)[:, None, None, 0]),
+    "float32 added": masked_by(lambda kit, s: learnt(kit, s).float()),
+    "bool added": masked_by(some_hidden),
+    "int added": masked_by(lambda kit, s: some_hidden(kit, s).int()),
+    "subtracted": scores_of(lambda kit, s, x: (s - learnt(kit, s)).softmax(-1)),
+    "subtracted from": scores_of(lambda kit, s, x: (learnt(kit, s) - s).softmax(-1)),
+    "alpha": scores_of(lambda kit, s, x: torch.add(s, learnt(kit, s), alpha=2).softmax(-1)),
+    "multiplied": scores_of(lambda kit, s, x: (s * learnt(kit, s)).softmax(-1)),
+    "-inf": masked_by(infinite(some_hidden)),
+    "-inf in a whole row": masked_by(infinite(all_of_a_row)),
+    "-inf everywhere": masked_by(lambda kit, s: torch.full(s.shape[-2:], -INF, dtype=s.dtype)),
+    "+inf": masked_by(lambda kit, s: -infinite(some_hidden)(kit, s)),
+    "nan": masked_by(lambda kit, s: infinite(some_hidden)(kit, s) * 0),
+    "-1e9": masked_by(lambda kit, s: some_hidden(kit, s) * -1e9),
+    "-1e9 in a whole row": masked_by(lambda kit, s: all_of_a_row(kit, s) * -1e9),
+    "of inputs": scores_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, None], -INF).softmax(-1)
+    ),
+    "of inputs, row": scores_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, :, None], -INF).softmax(-1)
+    ),
+    "of inputs, all": scores_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > -99)[:, None, None], -INF).softmax(-1)
+    ),
+    "of inputs, finite": scores_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, None], -1e4).softmax(-1)
+    ),
+    "of a buffer": scores_of(
+        lambda kit, s, x: s.masked_fill(kit.cos[:4, :4] > 0, -INF).softmax(-1)
+    ),
+    "filled": filled(-INF),
+    "filled, a whole row": filled(-INF, all_of_a_row),
+    "filled, inf": filled(INF),
+    "filled, nan": filled(math.nan),
+    "filled, finite": filled(-1e4),
+    "filled, finite row": filled(-1e4, all_of_a_row),
+    "filled, smallest": filled(torch.finfo(torch.float32).min),
+    "filled, 0": filled(0.0),
+    "filled twice": scores_of(
+        lambda kit, s, x: (
+            s.masked_fill(some_hidden(kit, s), -INF)
+            .masked_fill(some_hidden(kit, s).T, -INF)
+            .softmax(-1)
+        )
+    ),
+    "filled by a tensor": scores_of(
+        lambda kit, s, x: s.masked_fill(
+            some_hidden(kit, s), torch.tensor(-INF, dtype=s.dtype)
+        ).softmax(-1)
+    ),
+    "filled after": weights_of(lambda kit, w: w.masked_fill(some_hidden(kit, w), 0.0)),
+    "filled in place": scores_of(
+        lambda kit, s, x: s.masked_fill_(some_hidden(kit, s), -INF).softmax(-1)
+    ),
+    "filled and nan_to_num": scores_of(
+        lambda kit, s, x: s.masked_fill(all_of_a_row(kit, s), -INF).softmax(-1).nan_to_num(0.0)
+    ),
+    "filled, then learnt": scores_of(
+        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) + learnt(kit, s)).softmax(-1)
+    ),
+    "learnt, then filled": scores_of(
+        lambda kit, s, x: (s + learnt(kit, s)).masked_fill(some_hidden(kit, s), -INF).softmax(-1)
+    ),
+    "filled, then scaled": scores_of(
+        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * 0.3).softmax(-1)
+    ),
+    "filled, then negated": scores_of(
+        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -0.3).softmax(-1)
+    ),
+    "where": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), -INF, s).softmax(-1)),
+    "where not": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF).softmax(-1)),
+    "where, finite": scores_of(
+        lambda kit, s, x: torch.where(some_hidden(kit, s), s, -1e4).softmax(-1)
+    ),
+    "where, tensors": scores_of(
+        lambda kit, s, x: torch.where(some_hidden(kit, s), s, s.transpose(-2, -1)).softmax(-1)
+    ),
+    "where, whole row": scores_of(
+        lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s).softmax(-1)
+    ),
+    "tril": scores_of(
+        lambda kit, s, x: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF).softmax(
+            -1
+        )
+    ),
+    "tril of scores": scores_of(lambda kit, s, x: s.tril().softmax(-1)),
+    "of 5 axes": scores_of(lambda kit, s, x: (s + learnt(kit, s)[None, None])[0].softmax(-1)),
+    "windows": scores_of(
+        lambda kit, s, x: (
+            (
+                s.view(-1, 2, *s.shape[1:])
+                + torch.stack((learnt(kit, s)[0], learnt(kit, s)[1]))[None, :, None]
+            )
+            .view(s.shape)
+            .softmax(-1)
+        )
+    ),
+    "windows the other way": scores_of(
+        lambda kit, s, x: (
+            (
+                s.view(2, -1, *s.shape[1:])
+                + torch.stack((learnt(kit, s)[0], learnt(kit, s)[1]))[:, None, None]
+            )
+            .view(s.shape)
+            .softmax(-1)
+        )
+    ),
+    "all True": scores_of(
+        lambda kit, s, x: s.masked_fill(~(torch.arange(s.shape[-1]) >= 0), -INF).softmax(-1)
+    ),
+}
+
+
+def under_mask(make: Callable[..., Any], **how: Any) -> Any:
+    """sdpa with a mask of (kit, q)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        return join(sdpa(q, k, v, attn_mask=make(kit, q @ k.transpose(-2, -1)), **how))
+
+    return forward
+
+
+SDPA_MASKS = {
+    "learnt": under_mask(learnt),
+    "learnt, dropped": under_mask(learnt, dropout_p=0.3),
+    "learnt, scaled": under_mask(learnt, scale=0.9),
+    "learnt, one query": under_mask(lambda kit, s: learnt(kit, s)[:, :1]),
+    "learnt, one key": under_mask(lambda kit, s: learnt(kit, s)[..., :1]),
+    "learnt, a vector": under_mask(lambda kit, s: learnt(kit, s)[0, :1]),
+    "learnt, by batch": under_mask(lambda kit, s: learnt(kit, s)[: s.shape[0], None]),
+    "learnt, of windows": under_mask(lambda kit, s: learnt(kit, s)[:2, None]),
+    "computed": under_mask(lambda kit, s: s * 0.1),
+    "float32": under_mask(lambda kit, s: learnt(kit, s).float()),
+    "bool": under_mask(lambda kit, s: ~some_hidden(kit, s)),
+    "bool, a whole row": under_mask(lambda kit, s: ~all_of_a_row(kit, s)),
+    "bool, all hidden": under_mask(lambda kit, s: torch.zeros(s.shape[-2:], dtype=torch.bool)),
+    "bool, none hidden": under_mask(lambda kit, s: torch.ones(s.shape[-2:], dtype=torch.bool)),
+    "-inf": under_mask(infinite(some_hidden)),
+    "-inf, a whole row": under_mask(infinite(all_of_a_row)),
+    "int": under_mask(lambda kit, s: some_hidden(kit, s).int()),
+    "causal too": under_mask(learnt, is_causal=True),
+    "expanded": under_mask(lambda kit, s: learnt(kit, s)[None].expand_as(s)),
+    "turned": under_mask(lambda kit, s: learnt(kit, s).transpose(-2, -1)),
+    "of another shape": under_mask(lambda kit, s: learnt(kit, s)[:3]),
+    "tril": under_mask(lambda kit, s: torch.ones(s.shape[-2:], dtype=torch.bool).tril()),
+    "written after": lambda kit, x: (lambda q, k, v, m: (join(sdpa(q, k, v, m)), m.zero_()))(
+        *packed(kit, x), torch.ones(x.shape[1], x.shape[1], dtype=x.dtype)
+    ),
+}
+
+
+# Rotations ------------------------------------------------------------------------------------
+
+
+def turned(half: Callable[[Tensor], Tensor], table: Callable[..., Any], prefix: int = 0) -> Any:
+    """Queries and keys turned by tables of (kit, q)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        return kit.o(join(sdpa(turn(kit, q), turn(kit, k), v)))
+
+    def turn(kit: Kit, t: Tensor) -> Tensor:
+        rest = t[:, :, prefix:]
+        cos, sin = table(kit, rest)
+        rest = rest * cos + half(rest) * sin
+        return torch.cat((t[:, :, :prefix], rest), 2) if prefix else rest
+
+    return forward
+
+
+def tables(kit: Kit, t: Tensor) -> tuple[Tensor, Tensor]:
+    return kit.cos[: t.shape[2]], kit.sin[: t.shape[2]]
+
+
+def of_heads(kit: Kit, t: Tensor) -> tuple[Tensor, Tensor]:
+    """(H, T, D) as if it were (B, T, D)."""
+    T = t.shape[2]
+    return kit.cos[: 4 * T].view(4, T, D), kit.sin[: 4 * T].view(4, T, D)
+
+
+def each(q: Callable[..., Tensor], k: Callable[..., Tensor]) -> Any:
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        a, b, v = packed(kit, x)
+        cos, sin = tables(kit, a)
+        return join(sdpa(q(a, cos, sin), k(b, cos, sin), v))
+
+    return forward
+
+
+def plain(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return t * cos + rotate_half(t) * sin
+
+
+ROTATIONS = {
+    "halves": turned(rotate_half, tables),
+    "pairs": turned(rotate_pairs, tables),
+    "prefix": turned(rotate_half, tables, 1),
+    "prefix of pairs": turned(rotate_pairs, tables, 2),
+    "sin for cos": turned(rotate_half, lambda kit, t: tables(kit, t)[::-1]),
+    "other sign": turned(lambda t: -rotate_half(t), tables),
+    "no sign": turned(lambda t: torch.cat((t[..., 4:], t[..., :4]), -1), tables),
+    "sign of the other half": turned(lambda t: torch.cat((-t[..., :4], t[..., 4:]), -1), tables),
+    "flip": turned(lambda t: t.flip(-1), tables),
+    "thirds": turned(lambda t: torch.cat((-t[..., 2:], t[..., :2]), -1), tables),
+    "stacked halves": turned(
+        lambda t: torch.stack((-t[..., 4:], t[..., :4]), -1).flatten(-2), tables
+    ),
+    "odd pairs": turned(
+        lambda t: torch.stack((-t[..., ::2], t[..., 1::2]), -1).flatten(-2), tables
+    ),
+    "of tokens": turned(lambda t: t.roll(1, 2), tables),
+    "of heads": turned(lambda t: t.roll(1, 1), tables),
+    "tables of heads": turned(rotate_half, of_heads),
+    "tables of a batch": turned(rotate_half, lambda kit, t: [m[:, None] for m in of_heads(kit, t)]),
+    "tables of one column": turned(rotate_half, lambda kit, t: [m[:, :1] for m in tables(kit, t)]),
+    "tables of one token": turned(rotate_half, lambda kit, t: [m[:1] for m in tables(kit, t)]),
+    "tables of half the columns": turned(
+        rotate_half, lambda kit, t: [m[:, :4].repeat(1, 2) for m in tables(kit, t)]
+    ),
+    "tables by pairs": turned(
+        rotate_pairs, lambda kit, t: [m[:, :4].repeat_interleave(2, 1) for m in tables(kit, t)]
+    ),
+    "tables that learn": turned(
+        rotate_half, lambda kit, t: (kit.table[0, : t.shape[2], :D], kit.table[1, : t.shape[2], :D])
+    ),
+    "tables in float32": turned(rotate_half, lambda kit, t: [m.float() for m in tables(kit, t)]),
+    "tables with nan": turned(
+        rotate_half, lambda kit, t: (tables(kit, t)[0] / 0 * 0, tables(kit, t)[1])
+    ),
+    "tables of numbers": turned(rotate_half, lambda kit, t: (0.6, 0.8)),
+    "tables computed": turned(
+        rotate_half, lambda kit, t: (tables(kit, t)[0] * 2, -tables(kit, t)[1])
+    ),
+    "tables drawn": turned(
+        rotate_half,
+        lambda kit, t: (torch.rand(t.shape[2], D).to(t), torch.rand(t.shape[2], D).to(t)),
+    ),
+    "of q alone": each(plain, lambda t, cos, sin: t),
+    "of k alone": each(lambda t, cos, sin: t, plain),
+    "k by other tables": each(plain, lambda t, cos, sin: plain(t, sin, cos)),
+    "k the other way": each(plain, lambda t, cos, sin: plain(t, cos, -sin)),
+    "k by pairs": each(plain, lambda t, cos, sin: t * cos + rotate_pairs(t) * sin),
+    "k by later tables": each(plain, lambda t, cos, sin: plain(t, cos.roll(1, 0), sin.roll(1, 0))),
+    "minus": each(*[lambda t, cos, sin: t * cos - rotate_half(t) * sin] * 2),
+    "no cos": each(*[lambda t, cos, sin: t + rotate_half(t) * sin] * 2),
+    "turned twice": each(*[lambda t, cos, sin: plain(plain(t, cos, sin), cos, sin)] * 2),
+    "turned, then scaled": each(*[lambda t, cos, sin: plain(t, cos, sin) * 0.5] * 2),
+    "turned, then cast": each(*[lambda t, cos, sin: plain(t, cos, sin).float().to(t.dtype)] * 2),
+    "turned in float32": each(*[lambda t, cos, sin: plain(t.float(), cos, sin).to(t.dtype)] * 2),
+    "turned in place": each(*[lambda t, cos, sin: (t * cos).add_(rotate_half(t) * sin)] * 2),
+    "addcmul": each(*[lambda t, cos, sin: torch.addcmul(t * cos, rotate_half(t), sin)] * 2),
+    "complex": each(
+        *[
+            lambda t, cos, sin: torch.view_as_real(
+                torch.view_as_complex(t.reshape(*t.shape[:-1], 4, 2))
+                * torch.complex(cos[:, ::2], sin[:, ::2])
+            ).flatten(-2)
+        ]
+        * 2
+    ),
+    "partner of the other": lambda kit, x: (
+        lambda q, k, v: sdpa(q * kit.cos[:4] + rotate_half(k) * kit.sin[:4], k, v)
+    )(*packed(kit, x)),
+    "half of the columns": each(
+        *[
+            lambda t, cos, sin: torch.cat(
+                (plain(t[..., :4], cos[:, :4], sin[:, :4]), t[..., 4:]), -1
+            )
+        ]
+        * 2
+    ),
+    "prefix of heads": each(
+        *[lambda t, cos, sin: torch.cat((t[:, :1], plain(t[:, 1:], cos, sin)), 1)] * 2
+    ),
+    "prefix of columns": each(
+        *[lambda t, cos, sin: torch.cat((t[..., :4], plain(t, cos, sin)[..., 4:]), -1)] * 2
+    ),
+    "suffix": each(
+        *[lambda t, cos, sin: torch.cat((plain(t[:, :, :-1], cos[1:], sin[1:]), t[:, :, -1:]), 2)]
+        * 2
+    ),
+    "prefix of another": lambda kit, x: (
+        lambda q, k, v: sdpa(
+            torch.cat((k[:, :, :1], plain(q[:, :, 1:], kit.cos[:3], kit.sin[:3])), 2), k, v
+        )
+    )(*packed(kit, x)),
+    "prefix scaled": each(
+        *[lambda t, cos, sin: torch.cat((t[:, :, :1] * 2, plain(t[:, :, 1:], cos[1:], sin[1:])), 2)]
+        * 2
+    ),
+    "prefix twice": each(
+        *[lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t, cos, sin)[:, :, :3]), 2)] * 2
+    ),
+    "values too": lambda kit, x: (
+        lambda q, k, v: sdpa(*[plain(t, kit.cos[:4], kit.sin[:4]) for t in (q, k, v)])
+    )(*packed(kit, x)),
+    "before the norm": lambda kit, x: (
+        lambda q, k, v: sdpa(
+            kit.qn(plain(q, kit.cos[:4], kit.sin[:4])),
+            kit.kn(plain(k, kit.cos[:4], kit.sin[:4])),
+            v,
+        )
+    )(*packed(kit, x)),
+    "after the norm": lambda kit, x: (
+        lambda q, k, v: sdpa(
+            plain(kit.qn(q), kit.cos[:4], kit.sin[:4]),
+            plain(kit.kn(k), kit.cos[:4], kit.sin[:4]),
+            v,
+        )
+    )(*packed(kit, x)),
+    "before transpose": lambda kit, x: (
+        lambda q, k, v: sdpa(
+            plain(q, kit.cos[:4, None], kit.sin[:4, None]).transpose(1, 2),
+            plain(k, kit.cos[:4, None], kit.sin[:4, None]).transpose(1, 2),
+            v.transpose(1, 2),
+        )
+    )(*kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)),
+    "before transpose, by head": lambda kit, x: (
+        lambda q, k, v: sdpa(
+            plain(q, kit.cos[:4], kit.sin[:4]).transpose(1, 2),
+            plain(k, kit.cos[:4], kit.sin[:4]).transpose(1, 2),
+            v.transpose(1, 2),
+        )
+    )(*kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)),
+    "seen": lambda kit, x: (
+        lambda q, k, v: (lambda r: (sdpa(r, plain(k, kit.cos[:4], kit.sin[:4]), v), r))(
+            plain(q, kit.cos[:4], kit.sin[:4])
+        )
+    )(*packed(kit, x)),
+    "table written between": lambda kit, x: (
+        lambda q, k, v: (
+            lambda r: (kit.cos.mul_(0.5), sdpa(r, plain(k, kit.cos[:4], kit.sin[:4]), v))[1]
+        )(plain(q, kit.cos[:4], kit.sin[:4]))
+    )(*packed(kit, x)),
+}
+
+
+def attention_hosts() -> list[Host]:
+    return [
+        *table("order", ORDERS, inputs=square),
+        *table("operand", OPERANDS, inputs=square),
+        *table("structure", STRUCTURES, inputs=square),
+        *table("written", WRITTEN, inputs=square),
+        *table("mask", MASKS, inputs=square),
+        *table("sdpa mask", SDPA_MASKS, inputs=square),
+        *table("rotation", ROTATIONS, inputs=square),
+        *table("structure of tokens", STRUCTURES, inputs=tokens),
+    ]
