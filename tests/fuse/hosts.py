@@ -251,7 +251,7 @@ def compiled(host: Host, by: Any) -> tuple[Facts, list[report.GraphReport]]:
     torch._dynamo.reset()
     module, reports = host.build(), []
 
-    def record(made: report.GraphReport, tensors: Any) -> None:
+    def record(made: report.GraphReport, *context: Any) -> None:
         reports.append(made)
 
     former, backend.record = backend.record, record

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fuse.changes import Reversed
 from tests.fuse.hosts import Host, table
 from tests.fuse.kit import (
     C,
@@ -149,6 +150,15 @@ def cross(kit: Kit, x: Tensor) -> Tensor:
     return join(sdpa(q, k, v))
 
 
+def kinds_of(kit: Kit, x: Tensor, other: Tensor) -> Tensor:
+    return join(sdpa(split(kit.q(x)), split(kit.k(other)), split(kit.v(x))))
+
+
+def seen_without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.view_as(x)
+
+
 def two_uses(kit: Kit, x: Tensor) -> Tensor:
     q, k, v = separate(kit, x)
     return join(sdpa(q, k, v)) + join(q) + kit.o(x)
@@ -201,6 +211,19 @@ STRUCTURES = {
     "q of a constant": lambda kit, x: join(
         sdpa(split(kit.q(kit.cls.expand_as(x))), *separate(kit, x)[1:])
     ),
+    "k of x detached": lambda kit, x: kinds_of(kit, x, x.detach()),
+    "k of x.data": lambda kit, x: kinds_of(kit, x, x.data),
+    "k of x, reversed": lambda kit, x: kinds_of(kit, x, Reversed.apply(x)),
+    "k of x seen under no_grad": lambda kit, x: kinds_of(kit, x, seen_without_grad(x)),
+    "k of x by as_strided": lambda kit, x: kinds_of(kit, x, x.as_strided(x.shape, x.stride())),
+    "k of x in bits": lambda kit, x: kinds_of(kit, x, x.view(torch.int64).view(x.dtype)),
+    "k of a clone": lambda kit, x: kinds_of(kit, x, x.clone()),
+    "k of a copy written to": lambda kit, x: kinds_of(kit, x, x.clone().mul_(2)),
+    "k of a view": lambda kit, x: kinds_of(kit, x, x.flatten(0, 1).view(x.shape)),
+    "k of x turned": lambda kit, x: kinds_of(kit, x, x.transpose(0, 1)),
+    "x written before k": lambda kit, x: (
+        lambda q: join(sdpa(q, split(kit.k(x.mul_(2))), split(kit.v(x))))
+    )(split(kit.q(x))),
     "q read twice": two_uses,
     "three axes": three_axes,
     "three axes, sdpa": lambda kit, x: sdpa(*[t.flatten(0, 1) for t in separate(kit, x)]),

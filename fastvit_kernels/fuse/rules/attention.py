@@ -349,6 +349,8 @@ def projection(
     need(v.scale == 1.0, "values under a scale")
     B, H, T, D = shape(call.q)
     x = q.linear.x
+    sizes_agree = all(eq(shape(t), shape(call.q)) for t in (call.k, call.v))
+    need(sizes_agree, "keys or values of another shape than queries")
     need(
         all(same_value(part.linear.x, x) for part in (k, v)), "queries and keys of different inputs"
     )

@@ -144,6 +144,8 @@ def with_product(found: Scores, at: Node) -> Scores:
     if op(at) == "baddbmm":
         b = bound(at)
         need(b["beta"] in (0, 1) and is_number(b["alpha"]) and b["alpha"] > 0, "scaled scores")
+        # autograd gives zeros, not nothing, to what is added nought times
+        need(b["beta"] == 1 or not val(b["self"]).requires_grad, "scores plus nought of a tensor")
         if b["beta"] == 1:
             unscaled(found)
             found.masks.append(b["self"])
@@ -155,7 +157,7 @@ def with_product(found: Scores, at: Node) -> Scores:
 
 def scaled(found: Scores, at: Node) -> Node:
     """A scale of the scores: a number, or a tensor of one number a head."""
-    need(len(at.args) == 2, "a scale")
+    need(len(at.args) == 2 and not at.kwargs, "a rounded scale")
     y, s = at.args
     if is_number(y):
         y, s = s, y
