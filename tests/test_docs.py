@@ -129,34 +129,3 @@ def test_pages_count_the_models_of_the_coverage_table():
         found = [levels[level] for level in ("block", "parts", "none", "not built")]
         assert found == list(map(int, numbers)), name
     assert not left
-
-
-def test_each_promise_has_tests_that_noticed_a_fault():
-    """By faults/noticed.csv, which mutate.py --record writes. The last section has none."""
-    from faults import FAULTS
-    from mutate import recorded
-
-    tests = ROOT / "tests"
-    code = "\n".join(path.read_text() for path in tests.rglob("test_*.py"))
-    known = recorded()
-    firsts = [known[fault.id][1] for fault in FAULTS if fault.id in known]
-    noticed = [test.partition("[")[0].partition("::") for test in firsts]
-    sections = (ROOT / "docs" / "promises.md").read_text().split("\n## ")[1:]
-    rows = [
-        (section is not sections[-1], promise, re.findall(r"`([\w/*.]+)`", names))
-        for section in sections
-        for promise, names in re.findall(r"^\| (?!promise |---)(.*) \| (.*) \|$", section, re.M)
-    ]
-    assert len(rows) > 100
-    for has_fault, promise, names in rows:
-        assert names, promise
-        for name in names:
-            pattern = name.replace("*", r"\w*")
-            there = (tests / name).is_file() or re.search(rf"def {pattern}\(", code)
-            assert there, f"{promise}: {name} is no test"
-        has_noticed = any(
-            fnmatch.fnmatch(file if name.endswith(".py") else test, name)
-            for name in names
-            for file, _, test in noticed
-        )
-        assert has_noticed or not has_fault, f"{promise}: no fault is recorded for {names}"

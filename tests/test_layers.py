@@ -141,30 +141,3 @@ assert x.grad.isfinite().all() and x.grad.device.type == "cpu"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_few_doors():
-    """A newcomer reads the whole list: at most eight modules and nine rooms."""
-    modules = [p for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
-    rooms = [p for p in PACKAGE.iterdir() if (p / "__init__.py").exists()]
-    assert len(modules) <= 8 and len(rooms) <= 9
-
-
-@pytest.fixture
-def faulty(tmp_path, monkeypatch):
-    """A package with one fault of each kind."""
-    package = tmp_path / "faulty"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .same import same\n")
-    (package / "same.py").write_text("import faulty.eager\n\ndef same():\n    import timm\n")
-    (package / "eager.py").write_text(
-        "try:\n    from timm import models\nexcept ImportError: ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    return package
-
-
-def test_faults_are_found(faulty):
-    assert list(absolute_imports(faulty)) == ["same.py:1"]
-    assert list(eager_imports(faulty)) == ["eager.py:2 timm"]
-    assert list(hidden_modules(importlib.import_module("faulty"))) == ["faulty.same"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -143,38 +142,6 @@ def test_the_pins_are_complete():
             assert missing in pins, f"{name} needs {missing}"
 
 
-@in_repository
-def test_ci_installs_nothing_without_a_version():
-    script = (CI / "run").read_text()
-    assert 'export PIP_CONSTRAINT="$root/.ci/constraints.txt"' in script
-    newest = re.search(r"^install_newest\(\) \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
-    assert newest is not None, "the lane without any pin"
-    assert "==" not in newest[1]
-    for line in script.replace(newest[1], "").replace("\\\n", " ").splitlines():
-        if "PIP_CONSTRAINT=''" in line or 'unpinned "$1"' in line:
-            words = line.split(" install ")[1].split()
-            packages = [w.strip('"') for w in words if w[0] != "-" and w != '".[test]"']
-            assert packages and all("==" in p or p == "numpy<2.4" for p in packages), line
-    hosts = runpy.run_path(str(ROOT / "tests/swap/versions.py"))["HOSTS"]
-    assert all("==" in package for packages in hosts.values() for package in packages)
-    for address in re.findall(r"https?://\S+", script):
-        raise AssertionError(f"CI names {address}")
-
-
-@in_repository
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("ended", [True, False])
-def test_what_ci_does_at_its_end_keeps_its_verdict(tmp_path, ended, code):
-    """With its background job ended or not: kill of no job returns 2, and set -e obeys."""
-    (trap,) = (line for line in (CI / "run").read_text().splitlines() if line.startswith("trap "))
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    job = "true & wait $!" if ended else "sleep 600 &"
-    script = f"set -euo pipefail\nscratch={scratch}\n{trap}\n{job}\nexit {code}\n"
-    assert subprocess.run(["bash", "-c", script]).returncode == code
-    assert not scratch.exists()
-
-
 def test_types_and_licence_are_shipped():
     project = _toml()
     assert (PACKAGE / "py.typed").is_file()
@@ -191,18 +158,6 @@ def test_a_release_has_one_version():
     assert fk.__version__ == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[1] == version
-
-
-def test_security_says_what_is_and_is_not_promised():
-    text = (ROOT / "SECURITY.md").read_text()
-    for heading in ("To report", "Supported versions", "What is promised", "What is not promised"):
-        assert f"## {heading}" in text
-    assert not re.search(r"[\w.]+@[\w.]+", text), "an address that nobody answers"
-    python = re.search(r"Python ([0-9.]+), torch ([0-9.]+) and triton ([0-9.]+)", text)
-    assert python is not None
-    if CI.is_dir():
-        pins = _pins()
-        assert (pins["torch"], pins["triton"]) == python.group(2, 3)
 
 
 def test_run_time_needs_torch_and_triton_alone():

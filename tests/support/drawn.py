@@ -23,9 +23,9 @@ from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
 
-from faults.fault import TESTS, TOOLS, Fault, path_of
-
 ROOT = Path(__file__).resolve().parent.parent.parent
+# What only development runs, and faults are planted in too: folders of tests/.
+TOOLS = ("check", "machine", "model_coverage", "traffic")
 T = TypeVar("T")
 TURNED = {
     ast.Lt: ast.LtE,
@@ -58,7 +58,6 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
     "tests/machine/": ("machine/test_gate.py", "machine/test_loop_model.py"),
     "tests/model_coverage/": ("model_coverage/test_sweep.py", "model_coverage/test_compare.py"),
-    "tests/hub/": ("hub/test_hub.py",),
     "measure/": ("test_measure.py", "test_bench.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
@@ -68,20 +67,28 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "": ("models/test_vit.py",),
 }
 # Tests that import all and say little of a file
-OF_ALL = ("test_mutate.py", "test_docs.py", "test_options.py")
+OF_ALL = ("test_mutate.py", "test_docs.py")
 NOT_RUN = ("__repr__", "__str__")
 MOST = 4  # files of tests for a file
 MOST_RAN = 150  # tests of a line
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
 
 
-@dataclass(frozen=True)
-class Drawn(Fault):
-    """A fault at a place: the bytes begin ... end of the file become `new`."""
+def path_of(file: str) -> str:
+    """A fault's file, from the root of the repository."""
+    return file if file.startswith(("bench/", "tests/")) else f"fastvit_kernels/{file}"
 
-    begin: int = 0
-    end: int = 0
-    lines: tuple[int, int] = (0, 0)
+
+@dataclass(frozen=True)
+class Fault:
+    """The bytes begin ... end of the file become `new`."""
+
+    id: str
+    file: str  # in fastvit_kernels/, where it does not begin with bench/ or tests/
+    new: str
+    begin: int
+    end: int
+    lines: tuple[int, int]
     ran: tuple[str, ...] = ()
 
     @property
@@ -189,7 +196,7 @@ def _short(text: str) -> str:
     return f"{text[:60]}... {hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _mutants(file: str, source: str) -> Iterator[Drawn]:
+def _mutants(file: str, source: str) -> Iterator[Fault]:
     """Every fault that could be drawn in a file. An id is of texts: it outlives changes around."""
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
@@ -203,15 +210,15 @@ def _mutants(file: str, source: str) -> Iterator[Drawn]:
         seen[id] += 1
         id += f" #{seen[id]}" if seen[id] > 1 else ""
         lines = (at.lineno, at.end_lineno)
-        yield Drawn(id, file, "", "", old, new, (), begin, end, lines)
+        yield Fault(id, file, new, begin, end, lines)
 
 
 @cache
-def _mutants_of(file: str) -> list[Drawn]:
+def _mutants_of(file: str) -> list[Fault]:
     return list(_mutants(file, (ROOT / path_of(file)).read_text()))
 
 
-def plant_drawn(fault: Drawn, source: str) -> str:
+def plant(fault: Fault, source: str) -> str:
     text = source.encode()
     return (text[: fault.begin] + fault.new.encode() + text[fault.end :]).decode()
 
@@ -231,13 +238,13 @@ def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
     return [x for turn in zip_longest(*groups) for x in turn if x is not None]
 
 
-def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> list[Drawn]:
+def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> list[Fault]:
     """Faults by turns of rooms, and of the files in each: what is large does not swallow all."""
 
-    def order(fault: Drawn) -> str:
+    def order(fault: Fault) -> str:
         return hashlib.sha256(f"{seed}:{fault.id}".encode()).hexdigest()
 
-    rooms: dict[str, list[list[Drawn]]] = {}
+    rooms: dict[str, list[list[Fault]]] = {}
     for file in files_of():
         if fnmatch(file, pattern):
             found = sorted(_mutants_of(file), key=order)
@@ -253,9 +260,7 @@ def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> l
 
 
 def tests_of(file: str) -> tuple[str, ...]:
-    """TESTS of the file; else those of its name and its folder's, and some that name it."""
-    if file in TESTS:
-        return TESTS[file]
+    """Those of the file's name and its folder's, and some that name it."""
     *folders, name = file.removesuffix(".py").split("/")
     paths = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p.name not in OF_ALL]
     named = [p for n in (name, *folders[1:][-1:]) for p in paths if p.name == f"test_{n}.py"]

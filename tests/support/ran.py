@@ -11,10 +11,9 @@ from pathlib import Path
 
 import coverage
 import pytest
-from faults.fault import TOOLS
+from drawn import ROOT, TOOLS
 from private import COLLECTOR
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [str(ROOT / name) for name in ("fastvit_kernels", "bench")]
 SOURCES += [str(ROOT / "tests" / name) for name in TOOLS]
 
