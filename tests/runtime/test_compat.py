@@ -1,157 +1,21 @@
-"""Private names of other libraries stand in one file each of the package, bench and tests.
-
-No call of the package needs one of them.
-"""
+"""No call of the package needs a private name of another library."""
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from fastvit_kernels.runtime import compat
 
-LIBRARIES = ("torch", "triton", "timm", "transformers", "torchvision")
-PACKAGE = Path(compat.__file__).parents[1]
 COMPAT = Path(compat.__file__)
-BENCH = PACKAGE.parent / "bench"
-TESTS = Path(__file__).parents[1]
-SUPPORT = TESTS / "support"
-# Triton's interpreter itself, whose functions these replace or call by their names.
-INTERPRETER = {
-    "interpreter.py",
-    "interpreted.py",
-    "fast_interpreter.py",
-    "fast_language.py",
-    "fast_memory.py",
-    "fast_operations.py",
-    "test_fast_interpreter.py",
-}
+ROOT = Path(__file__).parents[2]
 NAMES = sorted(set(re.findall(r'"((?:torch|triton)[\w.]*:[\w.]+)"', COMPAT.read_text())))
-# Of objects, with what each has in its place.
-OF_OBJECTS = {
-    "_dynamo_marked_constant",
-    "_active_collector",
-    "_attn_implementation",
-    "_fast_norm",
-    "_active",
-    "_get_rel_pos_bias",
-    "_schema",
-    "_compiled_call_impl",
-}
-ANYWHERE = set(vars(nn.Module())) | {"_replace", "_asdict", "_fields", "_exit"}
-ANYWHERE.add("_fingerprint")  # of a data set, by another library
-
-
-def is_private(name):
-    return name.startswith("_") and not name.startswith("__")
-
-
-@cache
-def trees(folder):
-    return [(file, ast.parse(file.read_text())) for file in sorted(folder.rglob("*.py"))]
-
-
-@cache
-def own_names(folder):
-    """What the package defines itself: functions, classes, variables, attributes of self."""
-    return set(_own_names(folder))
-
-
-def _own_names(folder):
-    for _, tree in trees(folder):
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield from [node.attr] * (getattr(node.value, "id", "") in ("self", "cls"))
-
-
-def private_names(tree):
-    """(line, name) of each private name that may be another library's: on the way of an import or
-    an attribute, or in the text that getattr and its like are given."""
-    for node in ast.walk(tree):
-        found = []
-        if isinstance(node, ast.Attribute):
-            found = [node.attr]
-        elif isinstance(node, ast.Import):
-            found = [part for alias in node.names for part in alias.name.split(".")]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            found = found if found[0] in LIBRARIES else []
-        elif isinstance(node, ast.Call):
-            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            if called in (
-                "getattr",
-                "hasattr",
-                "setattr",
-                "delattr",
-                "attrgetter",
-                "resolve_name",
-                "import_module",
-                "importorskip",
-                "methodcaller",
-                "patch",
-            ):
-                texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
-                found = [p for t in texts if isinstance(t, str) for p in re.split("[.:]", t)]
-        for name in filter(is_private, found):
-            yield node.lineno, name
-
-
-@pytest.mark.parametrize(
-    ("folder", "home", "reads"),
-    [
-        (PACKAGE, COMPAT, []),
-        (BENCH, BENCH / "ops.py", [PACKAGE]),
-        (TESTS, SUPPORT / "private.py", [PACKAGE, BENCH]),
-    ],
-    ids=["package", "bench", "tests"],
-)
-def test_private_names_stand_in_one_file(folder, home, reads):
-    known = {name for each in (folder, *reads) for name in own_names(each)} | ANYWHERE
-    found = [
-        f"{file.relative_to(folder)}:{line} {name}"
-        for file, tree in trees(folder)
-        if file != home and not (file.parent == SUPPORT and file.name in INTERPRETER)
-        for line, name in private_names(tree)
-        if name not in known
-    ]
-    assert not found
-
-
-def test_private_names_are_looked_up_with_something_in_their_place():
-    looked_up = {part for name in NAMES for part in re.split("[.:]", name)}
-    known = looked_up | OF_OBJECTS | own_names(COMPAT.parent)
-    assert {name for _, name in private_names(ast.parse(COMPAT.read_text()))} <= known
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo",
-        "from torch import _C",
-        "from torch._subclasses import FakeTensor",
-        "x = torch._C._is_tracing()",
-        "x = getattr(module, '_attn_implementation', None)",
-        "x = tensor._version",
-        "x = importlib.import_module('torch._dynamo')",
-        "x = pytest.importorskip('torch._dynamo')",
-        "x = mock.patch('torch._C._is_tracing')",
-    ],
-)
-def test_the_walk_sees(line):
-    assert {n for _, n in private_names(ast.parse(line))}
 
 
 def test_this_release_has_every_name():
@@ -191,13 +55,13 @@ def ask(tmp_path_factory):
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     messages = tmp_path_factory.mktemp("without") / "messages"
     with (
         messages.open("w") as file,
         subprocess.Popen(
-            [sys.executable, str(SUPPORT / "without_names.py")],
+            [sys.executable, str(ROOT / "tests/support/without_names.py")],
             env=environment,
             text=True,
             stdin=subprocess.PIPE,
@@ -236,6 +100,6 @@ def test_an_older_release_is_refused_in_a_line():
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         assert ran.stderr.splitlines()[-1].startswith(f"ImportError: fastvit_kernels needs {name} ")

@@ -1,7 +1,6 @@
 """What the tests ask of torch, triton, timm and transformers by names that they do not promise.
 
-No other file of the tests touches one, but for those that are Triton's interpreter
-(tests/runtime/test_compat.py has their list). What fastvit_kernels/runtime/compat.py has is
+What fastvit_kernels/runtime/compat.py has is
 imported from there. Each is looked up where it is asked for: a release that drops one fails the
 tests of that one.
 """
