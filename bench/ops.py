@@ -22,11 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands.sweep import SDPA
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     FWD_TABLE,
@@ -46,6 +45,12 @@ Function = Callable[..., Any]  # a Tensor, or several
 Inputs = dict[str, Tensor]
 Pair = tuple[float, float]  # of the forward, of the backward
 MODES = ("fwd", "bwd", "both")
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 BASELINE, SEARCH = "eager", "compile-max-autotune"
 EPS = 1e-6
 

@@ -13,7 +13,6 @@ import pytest
 
 from bench.__main__ import build_parser as bench_parser
 from fastvit_kernels.commands.cli import build_parser
-from tests.hub.layout import build_parser as layout_parser
 from tests.machine.__main__ import build_parser as machine_parser
 from tests.model_coverage.sweep import TABLE, build_parser as sweep_parser
 
@@ -31,7 +30,6 @@ PARSERS = {  # of a program, for its words
     "python -m bench": lambda words: bench_parser(),
     "python -m tests.machine": lambda words: machine_parser(),
     "python -m tests.model_coverage": lambda words: sweep_parser(),
-    "python -m tests.hub.layout": lambda words: layout_parser(),
 }
 
 

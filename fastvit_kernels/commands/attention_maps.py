@@ -14,15 +14,16 @@ from typing import Any
 
 from torch import nn
 
+from ..models.vit import VisionTransformer
 from ..runtime.backend import backend
 from ..weights.files import read_file
-from . import options
+from ..weights.load import load_weights
+from . import figures, options
 from .console import CommandError, make_console, refusing, require
-from .models import build_model, input_shape
-from .training import checkpoint, data, figures
-from .training.checkpoint import CHECKPOINT, WEIGHTS, read_settings
-from .training.model import UNFIT, load_into, model_of
-from .training.records import Records
+from .models import build_model, input_shape, read_image
+from .train import make_model
+
+UNFIT = (TypeError, ValueError, OSError, RuntimeError)  # where a file does not fit its model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="checkpoint.pt or weights.pth of `train`, or weights of --model",
+        help="weights.safetensors of `train`, or weights of --model",
     )
     options.add(parser, "--model", help=f"{options.NAMES} (not needed with what `train` wrote)")
     parser.add_argument(
@@ -56,57 +57,57 @@ def _option(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def _named_model(
-    name: str, weights: Path, overrides: dict[str, Any]
-) -> tuple[nn.Module, data.Normalization]:
-    model = build_model(name, **overrides)
-    load_into(model, str(weights))
-    in_chans = input_shape(model)[0]
-    mean = std = (0.5,) * in_chans  # pixels from -1 to 1, as the ViTs of the paper
-    settings: dict[str, Any] = getattr(model, "pretrained_cfg", {})  # what timm's weights saw
-    if len(settings.get("mean", ())) == in_chans:
-        mean, std = settings["mean"], settings["std"]
-    return model, data.Normalization(tuple(mean), tuple(std))
+def _named_model(name: str, weights: Path, overrides: dict[str, Any]) -> tuple[nn.Module, Any, Any]:
+    """A model by name with these weights, and the mean and deviation of its pixels."""
+    model: Any = build_model(name, **overrides)
+    with refusing(f"--weights {weights} does not fit {name}", *UNFIT):
+        if isinstance(model, VisionTransformer):
+            load_weights(model, weights)
+        else:
+            model.load_state_dict(read_file(weights))
+    config = getattr(model, "pretrained_cfg", {})  # timm's models
+    return model, config.get("mean", 0.5), config.get("std", 0.5)
 
 
-def _trained_model(weights: Path) -> tuple[nn.Module, data.Normalization]:
-    """The model of a run: from its checkpoint.pt, or its weights.pth with checkpoint.pt beside."""
-    run = weights.with_name(CHECKPOINT) if weights.name == WEIGHTS else weights
-    content = checkpoint.load(run)
-    settings = read_settings(content, run)
-    if run != weights:  # weights.pth has LoRA added in
-        settings.lora = 0
-    model = model_of(settings, len(content["classes"]))
-    with refusing(f"{weights} does not fit the run of {run}", KeyError, *UNFIT):
-        model.load_state_dict(content["model"] if run == weights else read_file(weights))
-    return model, data.Normalization(**content["normalization"])
+def _trained_model(weights: Path) -> tuple[nn.Module, Any, Any]:
+    """What `train` wrote: the file says which model it is of."""
+    safetensors: Any = require("safetensors", "safetensors")
+    with refusing(f"{weights} is not of `train`; other weights need --model NAME", Exception):
+        with safetensors.safe_open(weights, "pt") as file:
+            facts = json.loads(file.metadata()["fastvit_kernels"])
+        model = make_model(argparse.Namespace(**facts), len(facts["classes"]))
+        model.load_state_dict(read_file(weights))
+    return model, facts["mean"], facts["std"]
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     require("matplotlib.figure", "matplotlib")
-    if arguments.model is not None:
-        overrides = dict(arguments.option)
-        model, normalization = _named_model(arguments.model, arguments.weights, overrides)
+    name, weights = arguments.model, arguments.weights
+    if not weights.is_file():
+        raise CommandError(f"there is no file {weights}")
+    if name is None:
+        model, mean, std = _trained_model(weights)
     else:
-        try:
-            model, normalization = _trained_model(arguments.weights)
-        except CommandError as error:
-            raise CommandError(f"{error}; other weights need --model NAME") from error
-    in_chans, height, width = input_shape(model)
-    if height != width:
-        raise CommandError(f"the model takes {height} x {width} images; a square one is wanted")
-    image = data.read_image(Records([(arguments.image, "", 0, 0)], [0]), 0, height, in_chans)
+        model, mean, std = _named_model(name, weights, dict(arguments.option))
+    shape = input_shape(model)
+    if shape[1] != shape[2]:
+        raise CommandError(f"the model takes {shape[1]} x {shape[2]} images; wanted a square")
+    pixels = read_image(arguments.image, shape)
+    mean, std = (pixels.new_tensor(x).expand(shape[0]).view(-1, 1, 1) for x in (mean, std))
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
-        image, layers, from_cls = figures.sample_attention(model, image, normalization)
+        layers, from_cls = figures.head_attention(model, ((pixels - mean) / std)[None])
+    pixels = figures.patch_area(model, pixels)
     with refusing(f"--out {arguments.out} cannot be written", OSError):
         arguments.out.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for index, layer in enumerate(layers):
-            paths.append(arguments.out / f"{arguments.image.stem}-layer{index:02d}.png")
+        paths = [
+            arguments.out / f"{arguments.image.stem}-layer{index:02d}.png"
+            for index in range(len(layers))
+        ]
+        for index, (layer, path) in enumerate(zip(layers, paths, strict=True)):
             title = f"{arguments.image.name}, layer {index}"
-            figures.draw_attention(image, [layer], from_cls, paths[-1], title)
+            figures.draw_attention(pixels, [layer], from_cls, path, title)
     console.print(
         f"{len(paths)} layers, {layers[0].shape[0]} heads each: {paths[0]} to {paths[-1]}"
     )

@@ -20,16 +20,14 @@ from ..runtime.triton import HAS_TRITON
 from .console import CommandError
 
 INTERPRET = "TRITON_INTERPRET"
-DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compile, tune."
+DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compare, tune."
 
 
 COMMANDS = {
     "train": "train a ViT on real images with the kernels",
     "check": "compare every kernel with float64 on this machine",
     "compare": "a model eager, compiled and swapped: time, memory, numbers",
-    "compile": "compile the kernels for GPUs that are not here",
     "tune": "choose launch configs by measuring them on this GPU",
-    "probe": "k-NN and a linear probe on a model's frozen features",
     "attention-maps": "draw where each head of a ViT looks",
 }
 RUN_KERNELS = ("train", "check")  # so that a machine without a GPU needs Triton's interpreter

@@ -9,6 +9,7 @@ my_models:build                      a callable of your own that gives a model
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -16,7 +17,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
 from ..runtime.compat import define_torchvision_operators
 from ..runtime.dtypes import DTYPES
-from ..swap.apply import swap_in
+from ..swap.apply import swap_in, swap_out
+from ..swap.compare import model_errors
+from ..verify.accuracy import Error
 from .console import CommandError, refusing, require
 
 _RENAMED = {  # our (and timm's) name -> the library's own
@@ -155,28 +157,6 @@ def fused_model(name: str, **overrides: Any) -> nn.Module:
     return model
 
 
-def snapshot(repository: str) -> Path:
-    """The folder of a repository in the cache of huggingface_hub, at its branch main. It is looked
-    up without that package, which could open a connection."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    folder = cache / f"models--{repository.replace('/', '--')}"
-    with suppress(OSError):
-        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-        if found.is_dir():
-            return found
-    raise CommandError(
-        f"{repository} is not in {cache}, and this command downloads nothing; fetch it first: "
-        f"hf download {repository}"
-    )
-
-
-def source_folder(source: str) -> Path:
-    """The folder of hf:NAME: one on the disk, or a repository in the cache."""
-    name = source.partition(":")[2]
-    return Path(name).resolve() if Path(name).is_dir() else snapshot(name)
-
-
 def input_shape(model: nn.Module, img_size: int | None = None) -> tuple[int, int, int]:
     """(channels, height, width) of the images that a model of `build_model` takes.
 
@@ -202,6 +182,31 @@ def input_shape(model: nn.Module, img_size: int | None = None) -> tuple[int, int
 def logits_of(output: Any) -> Tensor:
     """The logits in what a model returned; transformers wraps them."""
     return output if isinstance(output, Tensor) else output.logits
+
+
+def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
+    """An image turned upright, cropped about its centre and resized to (channels, height, width):
+    fp32 from 0 to 1."""
+    pillow, ops = require("PIL.Image", "pillow"), require("PIL.ImageOps", "pillow")
+    channels, height, width = shape
+    broken = (OSError, ValueError, SyntaxError, KeyError, pillow.DecompressionBombError)
+    with refusing(f"{path} cannot be read as an image", *broken), pillow.open(path) as opened:
+        image = ops.exif_transpose(opened)
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(f"mode {image.mode}; 8 bits a channel are wanted")
+        image = image.convert("L" if channels == 1 else "RGB")
+        image = ops.fit(image, (width, height), pillow.Resampling.BICUBIC)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return pixels.view(height, width, channels).permute(2, 0, 1) / 255
+
+
+def host_errors(
+    model: nn.Module, images: Tensor, autocast: torch.dtype | None = None
+) -> list[Error]:
+    """Errors of a swapped model's logits and gradients against its host's in float64."""
+    host = copy.deepcopy(model)
+    swap_out(host)
+    return model_errors(host, images, autocast=autocast)
 
 
 def run_step(forward: Callable[[Tensor], Any], images: Tensor, dtype: str, *, train: bool) -> None:

@@ -1,179 +1,398 @@
-"""Train a ViT on real images with our kernels, and show that it agrees with PyTorch.
+"""Train a ViT on real images with our kernels, after a check that they agree with PyTorch.
 
-Without options: scikit-learn's handwritten digits, a small ViT, into runs/digits. Everything that
-is written is documented in docs/train.md. Interrupt it with Ctrl-C and go on with --resume.
+Without options: scikit-learn's handwritten digits and a small ViT, into runs/digits. Ctrl-C stops,
+--resume --out FOLDER goes on, bit for bit. docs/train.md says what is written.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from functools import partial
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
-from ..runtime.backend import Backend, backend
-from ..verify.accuracy import Error
-from . import options
-from .console import CommandError, make_console, refusing, require
-from .training.checkpoint import open_run
-from .training.processes import Processes, ended_together, join
-from .training.report import check_batch, describe, write_report
-from .training.run import Run
-from .training.settings import READ, Settings, add_flags, add_reading, given_options
-from .training.streaming import open_images
+from ..models.vit import VisionTransformer
+from ..runtime.backend import backend, get_backend
+from ..runtime.files import write_atomically, write_text
+from ..verify.plain_vit import agreement
+from ..verify.runner import quiet_interpreter
+from ..weights.files import read_pickle
+from . import console, figures, options
+from .console import CommandError, refusing, require
+from .models import fused_model, host_errors, input_shape, logits_of
+
+DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
+DIGITS = dict(model="digits", img_size=8, in_chans=1, epochs=40, batch=64, lr=2e-3)
+FOLDER = dict(model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch=256, lr=1e-3)
+HELD_OUT, WEIGHT_DECAY, SMOOTHING, MAX_NORM = 0.2, 0.05, 0.1, 1.0
+CHECKPOINT, WEIGHTS, METRICS = "checkpoint.pt", "weights.safetensors", "metrics.csv"
+OPTIONS = ["data", "model", "img_size", "epochs", "batch", "lr", "dtype", "seed", "compile"]
+OPTIONS += ["workers"]
+Batch = tuple[Tensor, Tensor]  # images as the model takes them, labels
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add_reading(parser)
-    add_flags(parser, {f.name for f in fields(Settings)} - READ)
+    add("--data", metavar="FOLDER", help="images, one folder a class (default: the digits)")
+    options.add(parser, "--model", help=f"{options.NAMES} (default: by the data)")
+    options.add(parser, "--img-size", "--device", "--batch")
+    add("--epochs", type=options.positive(int), metavar="N", help="default 40, of a folder 100")
+    add("--lr", type=options.positive(float, 1e3), help="AdamW's peak (default 2e-3, or 1e-3)")
+    options.add(parser, "--dtype", choices=("bf16", "fp32"), help="default bf16 on CUDA, else fp32")
+    options.add(parser, "--seed", help="of weights, split, order, augmentation (default 0)")
+    add("--compile", action="store_const", const=True, help="torch.compile the model")
+    add("--no-check", dest="check", action="store_false", help="train without the check before")
     add(
-        "--check",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="first compare our kernels with PyTorch on one batch (default on)",
+        "--workers",
+        type=options.within(int, 0, options.MOST_PROCESSES),
+        metavar="N",
+        help="readers (default 4)",
     )
-    options.add(parser, "--out", help="run folder (default runs/<data>, or runs/<data>-2, ...)")
-    add("--resume", action="store_true", help="go on with the run in --out, bit for bit")
-    add("--fsdp", action="store_true", help="under torchrun: FSDP2 in place of DDP")
+    options.add(parser, "--out", help="run folder (default: the first free runs/NAME-N)")
+    add("--resume", action="store_true", help="go on with the run in --out")
 
 
-def _choose_backend(settings: Settings, device: torch.device, console: Any) -> Backend:
-    """The backend of the training steps, and one line that says so where it may surprise."""
-    reason = options.kernels_reason(device, settings.precision)
-    if settings.backend == "triton" and reason is not None:
-        raise CommandError(f"--backend triton: the kernels cannot run here, {reason}")
-    if device.type == "cpu" and settings.backend == "auto":
-        console.print(
-            "No GPU: the kernels run in Triton's interpreter for the check batch, and the training "
-            "steps take the same model's PyTorch path (--backend triton forces the kernels)."
-            if reason is None
-            else f"The kernels cannot run here ({reason}): training takes the PyTorch path."
-        )
-        return "torch"
-    return settings.backend
+def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Namespace:
+    """The options given, completed by defaults, and --out made where nothing is lost."""
+    given = {name: getattr(arguments, name) for name in OPTIONS}
+    config = dict(FOLDER if arguments.data else DIGITS, seed=0, compile=False, workers=4)
+    config["dtype"] = "bf16" if device.type == "cuda" else "fp32"
+    config |= {name: value for name, value in given.items() if value is not None}
+    if arguments.data and not Path(arguments.data).is_dir():
+        raise CommandError(f"--data {arguments.data} is not a folder")
+    config["data"] = str(Path(arguments.data).resolve()) if arguments.data else "digits"
+    if arguments.data or arguments.model:
+        with torch.device("meta"):  # says at once that a model is unknown, or not a ViT
+            model = fused_model(config["model"], img_size=arguments.img_size)
+        config["img_size"] = input_shape(model, arguments.img_size)[1]
+    first = Path("runs", Path(config["data"]).name)
+    numbered = (first.with_name(f"{first.name}-{n}") if n > 1 else first for n in count(1))
+    config["out"] = arguments.out or next(path for path in numbered if not path.exists())
+    if (config["out"] / CHECKPOINT).exists():
+        raise CommandError(f"{config['out']} holds a run: add --resume, or name another folder")
+    with refusing(f"--out {config['out']} cannot be written", OSError):
+        config["out"].mkdir(parents=True, exist_ok=True)
+        write_text(config["out"] / METRICS, "")
+    return argparse.Namespace(**config)
 
 
-def _train(run: Run, console: Any) -> None:
+def old_run(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options of the run in --out, and its checkpoint; nothing in the file is executed."""
+    if arguments.out is None:
+        raise CommandError("--resume needs --out, the folder of the run")
+    path = arguments.out / CHECKPOINT
+    if not path.is_file():
+        raise CommandError(f"there is no checkpoint {path}")
+    with refusing(f"{path} cannot be read as a checkpoint", Exception):
+        content = read_pickle(path)
+        config = argparse.Namespace(**content["config"], out=arguments.out)
+    for name in OPTIONS:
+        given, held = getattr(arguments, name), getattr(config, name)
+        given = str(Path(given).resolve()) if name == "data" and given else given
+        if given is not None and given != held:
+            flag = name.replace("_", "-")
+            raise CommandError(f"--{flag} {given} differs from the {held} of {arguments.out}")
+    return config, content
+
+
+def held_out_part(labels: Tensor, seed: int) -> Tensor:
+    """Which images are held out: the same share of each class, by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        share = min(max(round(HELD_OUT * len(members)), 1), len(members) - 1)
+        mask[members[torch.randperm(len(members), generator=generator)[:share]]] = True
+    return mask
+
+
+class Digits:
+    """scikit-learn's 1797 scans of handwritten digits, 8 x 8 x 1; they come with the package."""
+
+    def __init__(self, config: argparse.Namespace, device: torch.device):
+        digits: Any = require("sklearn.datasets", "scikit-learn").load_digits()
+        images = torch.from_numpy(digits.images)[:, None].mul(255 / 16)  # of 17 levels
+        images = images.round().float() / 255
+        labels, self.classes = torch.from_numpy(digits.target), [str(c) for c in range(10)]
+        held_out = held_out_part(labels, config.seed)
+        std, mean = torch.std_mean(images[~held_out].double(), correction=0)
+        self.mean, self.std = mean.item(), std.item()
+        images = (images - self.mean) / self.std
+        if config.img_size != 8:
+            images = F.interpolate(images, (config.img_size,) * 2, mode="bilinear")
+        self.train, self.held_out = (images[part].to(device) for part in (~held_out, held_out))
+        self.train_labels, self.labels = (labels[part].to(device) for part in (~held_out, held_out))
+        self.digest = hashlib.sha256(digits.images.tobytes()).hexdigest()
+
+    def batches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
+        order = torch.randperm(len(self.train), generator=generator)
+        for batch in order.split(size):
+            draw = 2 * torch.rand(5, len(batch), generator=generator) - 1
+            yield distorted(self.train[batch], draw), self.train_labels[batch]
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        yield self.held_out, self.labels
+
+
+def distorted(images: Tensor, draw: Tensor) -> Tensor:
+    """Rotated by up to 5 degrees, zoomed by 10 %, shifted by half of an 8th, as (4, B) numbers
+    from -1 to 1 say; the border is repeated outwards."""
+    zoom, angle = 1 + 0.1 * draw[1], math.radians(5) * draw[0]
+    cos, sin = angle.cos() * zoom, angle.sin() * zoom
+    rows = torch.stack([cos, -sin, draw[2] / 8]), torch.stack([sin, cos, draw[3] / 8])
+    affine = torch.stack(rows).permute(2, 0, 1).to(images.device)
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+class Folder:
+    """Images in one folder a class, read by torchvision in processes of their own: random crops,
+    mirrored, to train on; the centre of those held out."""
+
+    mean, std = 0.5, 0.5
+
+    def __init__(self, config: argparse.Namespace):
+        tv: Any = require("torchvision.transforms.v2", "torchvision", "torchvision")
+        datasets: Any = require("torchvision.datasets", "torchvision", "torchvision")
+        last = [tv.ToImage(), tv.ToDtype(torch.float32, scale=True), tv.Normalize([0.5], [0.5])]
+        size, folder = config.img_size, config.data
+        crop = [tv.RandomResizedCrop(size), tv.RandomHorizontalFlip(), *last]
+        centre = [tv.Resize(size), tv.CenterCrop(size), *last]
+        with refusing(f"--data {folder}", OSError):
+            crops, centres = (datasets.ImageFolder(folder, tv.Compose(t)) for t in (crop, centre))
+        self.classes, labels = crops.classes, torch.tensor(crops.targets)
+        self.workers = dict(num_workers=config.workers)
+        if len(self.classes) < 2 or min(labels.bincount()) < 2:
+            raise CommandError(f"--data {folder} needs two classes or more, of two images each")
+        held_out = held_out_part(labels, config.seed)
+        self.train = Subset(crops, (~held_out).nonzero()[:, 0].tolist())
+        self.held_out = Subset(centres, held_out.nonzero()[:, 0].tolist())
+        self.labels = labels[held_out]
+        self.digest = hashlib.sha256(repr(crops.samples).encode()).hexdigest()
+
+    def batches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
+        yield from DataLoader(self.train, size, True, generator=generator, **self.workers)
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        yield from DataLoader(self.held_out, 256, **self.workers)
+
+
+def make_model(config: argparse.Namespace, num_classes: int) -> nn.Module:
+    """With random weights, by the seed."""
+    torch.manual_seed(config.seed)
+    shape = dict(img_size=config.img_size, in_chans=config.in_chans, num_classes=num_classes)
+    if config.model != "digits":
+        return fused_model(config.model, **shape)
+    with refusing("the small ViT for digits", ValueError):
+        model = VisionTransformer(**{**DIGITS_VIT, **shape})
+    # timm's 0.02, which suits C = 768, starves the branches and positions of a narrow model
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+    nn.init.trunc_normal_(model.pos_embed, std=0.3)
+    return model
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices alone, and on none of model.no_weight_decay()."""
+    named = getattr(model, "no_weight_decay", set)()
+    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and n not in named]
+    others = [p for n, p in model.named_parameters() if p.ndim <= 1 or n in named]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=0.0, fused=True)
+
+
+def learning_rate(step: int, total: int) -> float:
+    """The share of lr at a step: linear over the first tenth, then a cosine down to 0."""
+    warmup = total // 10
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(total - warmup, 1)))
+
+
+class Run:
+    """A function of its options, its images and its checkpoint: all that is drawn in an epoch
+    depends on (seed, epoch) alone, the learning rate on the step alone."""
+
+    def __init__(self, config: argparse.Namespace, images: Digits | Folder, device: torch.device):
+        self.config, self.images, self.device = config, images, device
+        self.model = make_model(config, len(images.classes)).to(device)
+        self.call: Any = torch.compile(self.model) if config.compile else self.model
+        self.optimizer = make_optimizer(self.model, config.lr)
+        self.history: list[dict[str, float]] = []
+        self.steps = math.ceil(len(images.train) / config.batch)  # an epoch
+
+    def logits(self, images: Tensor) -> Tensor:
+        bf16 = self.config.dtype == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            return logits_of(self.call(images.to(self.device))).float()
+
+    def epoch(self, advance: Callable[[int, float], None]) -> dict[str, float]:
+        """Train for one epoch and evaluate; `advance` gets its number and images/s at each step."""
+        epoch, started, seen = len(self.history) + 1, time.perf_counter(), 0
+        loss_sum = torch.zeros((), device=self.device)
+        seed = self.config.seed * 1_000_003 + epoch
+        torch.manual_seed(seed)  # dropped paths, and crops that no worker draws
+        generator = torch.Generator().manual_seed(seed)
+        batches = self.images.batches(self.config.batch, generator)
+        self.model.train()
+        for step, (images, labels) in enumerate(batches, (epoch - 1) * self.steps):
+            for group in self.optimizer.param_groups:
+                share = learning_rate(step, self.config.epochs * self.steps)
+                group["lr"] = self.config.lr * share
+            labels = labels.to(self.device)
+            loss = F.cross_entropy(self.logits(images), labels, label_smoothing=SMOOTHING)
+            self.optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.optimizer.step()
+            loss_sum += loss.detach() * len(labels)
+            seen += len(labels)
+            advance(epoch, seen / (time.perf_counter() - started))
+        row = {"epoch": epoch, "train_loss": loss_sum.item() / seen}  # waits for the device
+        row["images_per_s"] = seen / (time.perf_counter() - started)
+        row["held_out_loss"], row["held_out_accuracy"], _ = self.evaluate()
+        if not all(map(math.isfinite, row.values())):
+            raise CommandError(f"the loss of epoch {epoch} is not finite; try a smaller --lr")
+        self.history.append(row)
+        return row
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float, Tensor]:
+        """Of the held-out images: mean cross-entropy, accuracy, each one's predicted class."""
+        self.model.eval()
+        logits = torch.cat([self.logits(images) for images, _ in self.images.held_out_batches()])
+        predicted, labels = logits.argmax(1), self.images.labels.to(self.device)
+        accuracy = (predicted == labels).double().mean().item()
+        return F.cross_entropy(logits, labels).item(), accuracy, predicted.cpu()
+
+    def save(self) -> None:
+        """checkpoint.pt and metrics.csv, each replaced as a whole."""
+        content = {"config": {k: v for k, v in vars(self.config).items() if k != "out"}}
+        content |= dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        content |= dict(history=self.history, images=self.images.digest)
+        write_atomically(self.config.out / CHECKPOINT, lambda file: torch.save(content, file))
+        lines = [",".join(f"{v:.8g}" for v in row.values()) for row in self.history]
+        write_text(self.config.out / METRICS, "\n".join([*map(",".join, self.history[:1]), *lines]))
+
+    def restore(self, content: dict[str, Any]) -> None:
+        if content["images"] != self.images.digest:
+            raise CommandError("the images are not those that the run was trained on")
+        with refusing(f"{self.config.out / CHECKPOINT} does not fit", Exception):
+            self.model.load_state_dict(content["model"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            self.history = content["history"]
+
+
+def agrees(run: Run, out: Any) -> bool:
+    """Compare two images through the kernels and through PyTorch with float64: logits, gradients;
+    print the errors, and say whether all keep the 2x rule."""
+    images = next(run.images.held_out_batches())[0][:2].to(run.device)
+    autocast = torch.bfloat16 if run.config.dtype == "bf16" else None
+    compare = agreement if isinstance(run.model, VisionTransformer) else host_errors
+    run.model.eval()
+    with backend("triton"), quiet_interpreter(), out.status("one batch through the kernels"):
+        logits, *gradients = compare(run.model, images, autocast)
+    table = console.make_table("", figures=console.ERROR_COLUMNS)
+    table.add_row("logits", *console.error_cells(logits))
+    worst = max(gradients, key=lambda error: error.share)
+    table.add_row(f"worst of {len(gradients)} gradients", *console.error_cells(worst))
+    out.print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
+    out.print(table)
+    failed = [error for error in (logits, *gradients) if not error.passed]
+    if failed:
+        out.print("\n".join(f"{error} breaks the 2x rule" for error in failed))
+        out.print("Nothing was trained. --no-check trains all the same.")
+    else:
+        out.print(f"Logits and all {len(gradients)} gradients agree within twice PyTorch's error.")
+    return not failed
+
+
+def train(run: Run, out: Any) -> None:
     """The epochs that remain, with a progress bar; a checkpoint after each."""
     rich: Any = require("rich.progress", "rich")
-    settings, done = run.settings, len(run.history)
-    steps = run.steps_per_epoch * len(run.learners)
-    every = max(1, settings.epochs // 10)
-    quiet = not console.is_terminal
-    with rich.Progress(console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=settings.epochs * steps, completed=done * steps)
+    epochs, done = run.config.epochs, len(run.history)
+    with rich.Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("", total=epochs * run.steps, completed=done * run.steps)
 
-        def advance(epoch: int) -> None:
-            speed, waiting = run.pace
-            text = f"epoch {epoch}/{settings.epochs}, {speed:,.0f} images/s"
-            text += _waiting(None if settings.in_memory else waiting)
-            bar.update(task, advance=1, description=text)
+        def advance(epoch: int, speed: float) -> None:
+            bar.update(task, advance=1, description=f"epoch {epoch}, {speed:,.0f} images/s")
 
-        for epoch in range(done + 1, settings.epochs + 1):
-            row = run.epoch(epoch, partial(advance, epoch))
+        for epoch in range(done + 1, epochs + 1):
+            row = run.epoch(advance)
             run.save()
-            if epoch % every == 0 or epoch in (1, settings.epochs):
-                line = f"epoch {epoch:>3}/{settings.epochs}: {_figures(row)}"
-                line += _waiting(row.get("data_wait"))
-                line += f"; PyTorch {_figures(row, 'reference_')}" if settings.compare else ""
-                console.print(line)
+            if epoch % max(1, epochs // 10) == 0 or epoch == 1:
+                out.print(
+                    f"epoch {epoch:>3}/{epochs}: loss {row['train_loss']:.3f}, held-out "
+                    f"{row['held_out_loss']:.3f} and {100 * row['held_out_accuracy']:.2f} %, "
+                    f"{row['images_per_s']:,.0f} images/s"
+                )
 
 
-def _figures(row: dict[str, float], who: str = "") -> str:
-    loss, held_out = row[f"{who}train_loss"], row[f"{who}held_out_loss"]
-    right, speed = row[f"{who}held_out_accuracy"], row[f"{who}images_per_s"]
-    return (
-        f"loss {loss:.3f}, held-out {held_out:.3f} and {100 * right:.2f} %, {speed:,.0f} images/s"
-    )
-
-
-def _waiting(share: float | None) -> str:
-    return "" if share is None else f", waiting for data {100 * share:.0f} %"
-
-
-def _checked(run: Run, arguments: argparse.Namespace, console: Any) -> list[Error] | None:
-    """The errors of the check batch, [] where there is none, None where one breaks the 2x rule."""
-    precision = run.settings.precision
-    if not arguments.check or options.kernels_reason(run.device, precision) is not None:
-        return []
-    errors = check_batch(run, console)
-    if all(e.passed for e in errors):
-        return errors
-    console.print("Nothing was trained. --no-check trains without this check.")
-    return None
-
-
-def _open(
-    arguments: argparse.Namespace, processes: Processes, device: torch.device
-) -> tuple[Path, Settings]:
-    """`open_run` of a run that these processes can do."""
-    folder, settings = open_run(given_options(arguments), arguments.out, arguments.resume, device)
-    if processes.launched and settings.compare:
-        raise CommandError("--compare trains beside plain PyTorch in one process, without torchrun")
-    if settings.batch_size < processes.world:
-        raise CommandError(
-            f"--batch {settings.batch_size} is shared among the processes: {processes.world} of "
-            "them need as many images or more"
-        )
-    return folder, settings
+def report(run: Run, out: Any) -> None:
+    """Held-out accuracy; weights and pictures into the run's folder."""
+    loss, accuracy, predicted = run.evaluate()
+    images, folder, truth = run.images, run.config.out, run.images.labels.cpu()
+    facts = {**vars(run.config), "classes": images.classes, "mean": images.mean, "std": images.std}
+    metadata = {"fastvit_kernels": json.dumps(facts, default=str)}
+    weights = {name: x.contiguous().cpu() for name, x in run.model.state_dict().items()}
+    saved = require("safetensors.torch", "safetensors").save(weights, metadata)
+    write_atomically(folder / WEIGHTS, lambda file: file.write(saved))
+    right = f"{100 * accuracy:.2f} % of {len(truth)} held-out images"
+    title = f"{run.config.model} on {Path(run.config.data).name}: {right}"
+    figures.draw_curves(run.history, folder / "curves.png", title)
+    figures.draw_confusion(truth, predicted, images.classes, folder / "confusion.png", title)
+    image = next(images.held_out_batches())[0][:1].to(run.device)
+    layers, from_cls = figures.head_attention(run.model, image)
+    pixels = figures.patch_area(run.model, image[0].cpu() * images.std + images.mean)
+    title = f"{title}\nthe first: class {images.classes[truth[0]]}"
+    figures.draw_attention(pixels, layers, from_cls, folder / "attention.png", title)
+    out.print(f"Held-out accuracy: [bold]{right}[/bold], loss {loss:.3f}. Written to {folder}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: 0, or 1 where the check batch breaks the 2x rule or another process of the run
-    has ended, or 130 when interrupted."""
-    processes, device = join(arguments)
-    console = make_console(quiet=not processes.first)
+    """The command: 0, 1 where the kernels and PyTorch disagree, 130 when interrupted."""
+    device, out = options.chosen_device(arguments), console.make_console()
     require("matplotlib.figure", "matplotlib")
-    status = _run(arguments, processes, device, console)
-    if processes.launched:
-        dist.destroy_process_group()
-    return status
-
-
-def _run(
-    arguments: argparse.Namespace, processes: Processes, device: torch.device, console: Any
-) -> int:
-    folder, settings = processes.agree(lambda: _open(arguments, processes, device))
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-
-    source = open_images(settings, arguments, device, console)
-    say = None if arguments.resume else partial(console.print, markup=False)
-    training = Run(source, folder, processes, say)
-    errors = processes.agree(lambda: _checked(training, arguments, console))
-    if errors is None:
+    config, content = old_run(arguments) if arguments.resume else (new_run(arguments, device), None)
+    steps = get_backend()
+    if device.type == "cpu" and steps == "auto":
+        out.print("No GPU: the check runs in Triton's interpreter, the training in PyTorch.")
+        steps = "torch"
+    if config.data == "digits" and device.type == "cpu":
+        torch.set_num_threads(1)  # small matrices, whose bits then do not depend on the cores
+    images = Digits(config, device) if config.data == "digits" else Folder(config)
+    training = Run(config, images, device)
+    reason = options.kernels_reason(device, config.dtype)
+    if arguments.check and reason:
+        out.print(f"The kernels are not checked: {reason}.")
+    elif arguments.check and not agrees(training, out):
         return 1
-    if processes.launched:
-        training.distribute(arguments.fsdp)
-    if arguments.resume:
-        training.restore()
-        console.print(f"Resumed after epoch {len(training.history)} of {settings.epochs}.")
-    describe(training, console)
-    steps_backend = _choose_backend(settings, device, console)
-    if not arguments.resume:
-        with refusing(f"--out {folder} cannot be written", OSError):
-            processes.agree(lambda: folder.mkdir(parents=True, exist_ok=True))
-        with refusing("nothing was trained", OSError):
-            training.save()
-
-    def stopped(why: str) -> None:
-        console.out(f"\n{why}. {training.how_far()}")
-
-    with ended_together(processes, lambda why: stopped(f"The run stops: {why}")):
-        try:
-            with backend(steps_backend):
-                _train(training, console)
-                write_report(training, errors, console)
-        except KeyboardInterrupt:
-            stopped("Interrupted")
-            return 130
-        except OSError as error:  # such as a full disk
-            if not processes.first:
-                raise SystemExit(2) from error
-            raise CommandError(f"{error}. {training.how_far()}") from error
+    if content is not None:
+        training.restore(content)
+        out.print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
+    parameters = sum(p.numel() for p in training.model.parameters())
+    out.print(
+        f"{config.model}, {parameters:,} parameters; {len(images.train)} training and "
+        f"{len(images.labels)} held-out images, {len(images.classes)} classes; {config.dtype} on "
+        f"{console.device_name(device)}"
+    )
+    try:
+        training.save()
+        with backend(steps):
+            train(training, out)
+            report(training, out)
+    except KeyboardInterrupt:
+        out.print(f"Interrupted. Go on with: fastvit-kernels train --resume --out {config.out}")
+        return 130
     return 0

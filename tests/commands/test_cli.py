@@ -3,19 +3,18 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_data import Image
 
+import fastvit_kernels as fk
 from fastvit_kernels.commands import attention_maps, cli, console
-from fastvit_kernels.commands.models import build_model, input_shape
+from fastvit_kernels.commands.models import build_model, read_image
 from fastvit_kernels.runtime.backend import backend
-from fastvit_kernels.tools.aot import Kernel
 
 pytest.importorskip("rich")
+Image = pytest.importorskip("PIL.Image")
 
 
 def command(*words, cwd, **variables):
@@ -198,7 +197,7 @@ def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, name, global_poo
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["photo.jpg", "--weights", "absent.pth"], "there is no checkpoint absent.pth"),
+        (["photo.jpg", "--weights", "absent.pth"], "there is no file absent.pth"),
         (["photo.jpg", "--weights", "absent.pth", "--model", "vit_mnist"], "no file absent.pth"),
         (["photo.jpg", "--weights", "photo.jpg"], "other weights need --model"),
         (["photo.jpg", "--weights", "bad.pth", "--model", "vit_mnist"], "bad.pth"),
@@ -232,25 +231,46 @@ def test_options_of_attention_maps_are_values(capsys):
     assert "--option: must be NAME=VALUE, got depth" in capsys.readouterr().err
 
 
-def test_the_pixels_that_a_named_model_sees(tmp_path):
-    """docs/train.md: from -1 to 1, or what timm notes for its model; a classifier may be missing,
-    nothing else."""
-    pytest.importorskip("timm")
-    for name, wanted in (
-        ("vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
-        ("timm:vit_tiny_patch16_224", ((0.5,) * 3, (0.5,) * 3)),
-        ("timm:deit_tiny_patch16_224", ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))),
-    ):
-        state = build_model(name, depth=1).state_dict()
-        lacking = {n: v for n, v in state.items() if not n.startswith("head.")}
-        torch.save(lacking, tmp_path / "weights.pth")
-        model, found = attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
-        assert (found.mean, found.std) == wanted
-        assert all(torch.equal(v, model.state_dict()[n]) for n, v in lacking.items())
-        for lost in ("pos_embed", "blocks.0.norm1.weight", "blocks.0.mlp.fc1.bias"):
-            torch.save({n: v for n, v in lacking.items() if n != lost}, tmp_path / "weights.pth")
-            with pytest.raises(console.CommandError, match=f"does not fit .*it lacks {lost}"):
-                attention_maps._named_model(name, tmp_path / "weights.pth", {"depth": 1})
+@pytest.mark.parametrize(
+    ("name", "mean", "std"),
+    [
+        ("vit_tiny_patch16_224", 0.5, 0.5),
+        ("timm:deit_tiny_patch16_224", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ],
+)
+def test_the_pixels_that_a_named_model_sees(tmp_path, photo, monkeypatch, name, mean, std):
+    """docs/train.md: from -1 to 1, or what timm notes for its model."""
+    if ":" in name:
+        pytest.importorskip("timm")
+    model, seen = build_model(name, depth=1), []
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    monkeypatch.setattr(attention_maps.figures, "draw_attention", lambda *words: None)
+    monkeypatch.setattr(
+        attention_maps.figures,
+        "head_attention",
+        lambda model, image: seen.append(image) or ([torch.ones(3, 14, 14)], True),
+    )
+    words = ["--model", name, "--option", "depth=1", "--out", str(tmp_path / "o")]
+    words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
+    assert cli.main(words) == 0
+    pixels = read_image(photo, (3, 224, 224))
+    mean, std = (torch.tensor(x).expand(3).view(3, 1, 1) for x in (mean, std))
+    torch.testing.assert_close(seen[0], ((pixels - mean) / std)[None])
+
+
+def test_images_are_cropped_about_their_centre_and_turned_upright(tmp_path):
+    image = Image.new("L", (6, 4))
+    image.putpixel((0, 0), 255)
+    image.putpixel((1, 0), 255)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn a quarter clockwise: (0, 0) becomes the upper right corner
+    image.save(tmp_path / "a.png", exif=exif)
+    pixels = read_image(tmp_path / "a.png", (1, 4, 4))
+    assert pixels.shape == (1, 4, 4) and pixels[0, 0, 3] == 1 and pixels.sum() == 1
+    assert read_image(tmp_path / "a.png", (3, 2, 2)).shape == (3, 2, 2)
+    Image.new("I", (4, 4)).save(tmp_path / "deep.tiff")
+    with pytest.raises(console.CommandError, match=r"deep\.tiff cannot be read .*8 bits"):
+        read_image(tmp_path / "deep.tiff", (1, 4, 4))
 
 
 def test_one_thread_of_blas_unless_the_user_says_otherwise(monkeypatch):
@@ -292,61 +312,11 @@ def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
     words = ["--model", "vit_tiny_patch32_224", "--option", "depth=3", "--out", str(tmp_path / "o")]
     words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
     assert cli.main(words) == 0
-    with Image.open(photo) as image:
-        pixels = attention_maps.data.fit(image.convert("RGB"), 224)
-    normal = attention_maps.data.Normalization((0.5,) * 3, (0.5,) * 3)
+    pixels = read_image(photo, (3, 224, 224))
     with backend("torch"):
-        maps = attention_maps.figures.attention_maps(model.eval(), normal(pixels[None]))
+        maps = fk.attention_maps(model.eval(), (pixels[None] - 0.5) / 0.5)
     assert len(drawn) == 3
     for index, (image, (layer,), from_cls, path, title) in enumerate(drawn):
         assert from_cls and path.name == f"photo-layer0{index}.png" and f"layer {index}" in title
         assert torch.equal(image, pixels)
         torch.testing.assert_close(layer, maps[index][0, :, 0, 1:].unflatten(-1, (7, 7)))
-
-
-def test_what_compile_is_told_reaches_the_step(monkeypatch, capsys):
-    """The model by its options, a table for each target, and the rules that a kernel breaks."""
-    from fastvit_kernels.commands import compile as command
-
-    asked = []
-
-    def model_step(model, batch, dtype, *, train):
-        asked.append((input_shape(model), batch, dtype, train))
-
-    kernel = Kernel(
-        "linear_fwd",
-        "BLOCK_M=128 w8 s3",
-        "bf16",
-        "sm_90",
-        shared=98304,
-        shared_limit=232448,
-        seconds=0.5,
-        key="k",
-    )
-    monkeypatch.setattr(command, "model_step", model_step)
-    large = replace(kernel, config="BLOCK_M=256 w8 s3", shared=232449)
-    monkeypatch.setattr(command, "compile_step", lambda step, target, share: [kernel, large])
-    words = ["compile", "--model", "vit_mnist", "--img-size", "8", "--batch", "3", "--infer"]
-    assert cli.main([*words, "--arch", "sm_90", "--dtype", "fp16"]) == 0
-    out = capsys.readouterr().out
-    assert "sm_90: vit_mnist, batch 3, fp16, inference" in out and "linear_fwd" in out
-    assert "BLOCK_M=128 w8 s3" in out and "98304" in out
-    name = "sm_90 linear_fwd [BLOCK_M=256 w8 s3; bf16]"
-    assert f"{name}: 232449 bytes of shared memory, a block has 232448" in out
-    assert out.count("a block has") == 1
-    assert cli.main([*words[:-1], "--arch", "sm_90", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["shared"] == 98304
-    assert asked == [((1, 8, 8), 3, "fp16", False), ((1, 8, 8), 3, "bf16", True)]
-
-
-def test_compile_takes_the_gpu_that_is_there(monkeypatch):
-    from fastvit_kernels.commands import compile as command
-    from fastvit_kernels.runtime.backend import Gpu
-
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
-    assert command._arch_here() == "sm_90"
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command.torch.cuda, "current_device", lambda: 0)
-    for arch, wanted in (("sm_80", "sm_80"), ("sm_75", "sm_90")):
-        monkeypatch.setattr(command, "gpu", lambda device, arch=arch: Gpu(arch, 108, 1))
-        assert command._arch_here() == wanted

@@ -1,4 +1,4 @@
-"""Long training: the curves of swapped models, memory, and runs that are killed and resumed.
+"""Long training: the curves of swapped models, and memory.
 
 The 500 steps over five seeds are `python tests/support/long_run.py`; here are a few of them through
 the kernels in the interpreter, and all of them on a GPU.
@@ -7,8 +7,6 @@ the kernels in the interpreter, and all of them on a GPU.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -20,14 +18,13 @@ import torch
 from numerics import DEVICE, rand
 
 import fastvit_kernels as fk
-from fastvit_kernels.commands.training import checkpoint
 
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
 
 import long_run
 
-PROGRAMS, PACKAGE = Path(__file__).parent.parent / "support", Path(fk.__file__).parent
+PACKAGE = Path(fk.__file__).parent
 FEW = 5
 SEEDS = 5
 
@@ -94,46 +91,6 @@ def test_steps_leave_nothing_in_the_memory_of_python():
         tracemalloc.stop()
     grown = [after - before for before, after in pairwise(held)]
     assert min(grown) < 1200, f"{grown} bytes in 6 steps"  # what leaks grows each time
-
-
-def _state(folder):
-    content = checkpoint.load(folder / "checkpoint.pt")
-    times = ("seconds", "images_per_s")
-    history = [{k: v for k, v in row.items() if k not in times} for row in content["history"]]
-    tensors = [*content["model"].values(), content["rng"]["torch"]]
-    return history, tensors + list(content["optimizer"].values())
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork and SIGKILL")
-def test_a_run_that_is_killed_resumes_from_a_whole_checkpoint(tmp_path):
-    """kill -9 half way through a file, before and after its renaming, and in a step."""
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    moments = ("never", "half", "written", "renamed", "step")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "killed_training.py"), str(tmp_path), *moments],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stderr
-    endings = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
-    assert endings["never"] == ["0"]
-    history, tensors = _state(tmp_path / "never")
-    metrics = (tmp_path / "never" / "metrics.csv").read_text().splitlines()
-    for moment in moments[1:]:
-        log = (tmp_path / f"{moment}.log").read_text()
-        assert endings[moment][-1] == "0", log
-        kills = endings[moment].count("-9")
-        assert kills >= 3, f"{moment}: {endings[moment]}\n{log}"
-        resumed_history, resumed = _state(tmp_path / moment)
-        assert resumed_history == history
-        assert len(resumed) == len(tensors)
-        assert all(torch.equal(a, b) for a, b in zip(resumed, tensors, strict=True)), moment
-        lines = (tmp_path / moment / "metrics.csv").read_text().splitlines()
-        assert len(lines) == len(metrics), f"{moment}: metrics.csv has {len(lines)} lines"
-        # A line ends in the epoch's duration and holds its images/s: times, which differ.
-        assert [line.split(",")[:3] for line in lines] == [m.split(",")[:3] for m in metrics]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the outcome's bytes are those of the GPU there")

@@ -1,4 +1,4 @@
-"""python -m tests.machine gate | rank | device | left-out: kernels on GPUs that are not here.
+"""python -m tests.machine COMMAND: compile, gate, rank, device, left-out, for GPUs not here.
 
 README.md has the rules, the columns and the model.
 """
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from fastvit_kernels.commands import options
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.tools.aot import TARGETS
 
+from . import compile
+from .aot import TARGETS
 from .device.kernels import KINDS, PRECISIONS, run_device
 from .device.left_out import run_left_out
 from .gate import TABLE, run_gate
@@ -26,12 +27,15 @@ from .resources import GATED
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.machine", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    compiling = commands.add_parser("compile", help="compile the kernels of a step of a model")
+    compile.add_arguments(compiling)
     gate = commands.add_parser("gate", help="compile every kernel and apply the rules")
     rank = commands.add_parser("rank", help="order the configs that ship by modelled time")
     count = options.positive(int, options.MOST_PROCESSES)
     device = commands.add_parser("device", help="run the compiled kernels, by the 2x rule")
     left_out = commands.add_parser("left-out", help="write what the machine notices")
-    for command, archs in ((gate, TARGETS), (rank, ROOFS), (device, GATED), (left_out, GATED)):
+    both = ((compiling, TARGETS), (gate, TARGETS), (rank, ROOFS))
+    for command, archs in (*both, (device, GATED), (left_out, GATED)):
         command.add_argument("--arch", nargs="+", choices=archs, metavar="ARCH")
         command.add_argument("--jobs", type=count, metavar="N", help="processes")
     gate.add_argument("--changed", action="store_true", help="leave out what passed before")
@@ -53,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
+    if args.command == "compile":
+        return compile.run_compile(args)
     if args.command == "rank":
         if unknown := [name for name in args.tables if name not in TABLES]:
             parser.error(f"no config table {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import TARGETS, CompileError
+from tests.machine import aot
+from tests.machine.aot import TARGETS, CompileError
 
 from .examine import Examined, examine
 from .launches import trace_step

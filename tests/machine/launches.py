@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import Target, specialisation
+from tests.machine import aot
+from tests.machine.aot import Target, specialisation
 
 from .machine_code import Code, keep_remarks
 from .resources import Kernel, inspect, num_warps

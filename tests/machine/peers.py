@@ -28,7 +28,7 @@ from fastvit_kernels import attention
 from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.commands.options import add, positive
 from fastvit_kernels.ops.attention.configs import forced_route
-from fastvit_kernels.tools.aot import TARGETS, CompileError
+from tests.machine.aot import TARGETS, CompileError
 
 from .examine import timed
 from .faults import faults

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fastvit_kernels.commands.console import aligned
 from fastvit_kernels.runtime.configs import Choice
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 from .faults import faults
 from .launches import tracing

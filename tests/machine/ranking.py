@@ -30,8 +30,8 @@ from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_an
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import Norm, rope
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, recording
-from fastvit_kernels.tools.aot import CompileError, Target
 from fastvit_kernels.verify.op import run_backward
+from tests.machine.aot import CompileError, Target
 
 from .examine import Timed, is_modelled, timed
 from .launches import Launch, LibraryCall, Trace, trace_step

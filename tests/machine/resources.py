@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import Target
+from tests.machine import aot
+from tests.machine.aot import Target
 
 
 class Sm(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit_kernels.commands.compile import model_step
 from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
 from fastvit_kernels.models.modules import Mlp
 from fastvit_kernels.models.presets import create_vit
@@ -31,6 +30,7 @@ from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import rope
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
+from tests.machine.compile import model_step
 
 from . import attention_steps
 from .attention_steps import HEAD_DIMS, backward

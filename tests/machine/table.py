@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 from .examine import Examined
 from .resources import GATED

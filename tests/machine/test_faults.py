@@ -73,7 +73,7 @@ from dataclasses import asdict
 sys.path.insert(0, sys.argv[1])
 import small_kernels
 from tests.machine.launches import tracing
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine.examine import examine, timed
 
 found = {}

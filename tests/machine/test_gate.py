@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools.aot import TARGETS, specialisation
 from tests.machine import __main__ as command, gate
+from tests.machine.aot import TARGETS, specialisation
 from tests.machine.examine import Examined
 
 KERNEL = Examined(
@@ -221,7 +221,7 @@ def test_what_the_command_is_told_reaches_the_gate(monkeypatch, tmp_path, capsys
 DIGEST_OF = """
 import triton, triton.language as tl
 from torch import empty, float16
-from fastvit_kernels.tools.aot import specialisation
+from tests.machine.aot import specialisation
 from tests.machine.launches import digest_of, sources
 
 TWO: tl.constexpr = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
-from fastvit_kernels.tools.aot import TARGETS
 from tests.machine import faults, loop_model, sass
+from tests.machine.aot import TARGETS
 from tests.machine.loop_model import (
     BARRIER,
     LATENCY,
@@ -374,8 +373,7 @@ def test_the_time_of_a_trace_is_of_kernels_and_library(monkeypatch):
 
 
 def test_bytes_and_sizes_of_a_step():
-    from fastvit_kernels.tools import aot
-    from tests.machine import launches
+    from tests.machine import aot, launches
 
     x = torch.empty(6, 1, 5, dtype=torch.bfloat16)
     assert launches.tensor_bytes(x) == 60 == launches.tensor_bytes(x.expand(6, 7, 5))
@@ -399,7 +397,7 @@ def test_bytes_and_sizes_of_a_step():
 
 
 def test_library_calls_of_a_step_are_listed():
-    from fastvit_kernels.tools import aot
+    from tests.machine import aot
     from tests.machine.launches import Trace
 
     trace = Trace(TARGETS["sm_90"])
@@ -411,8 +409,7 @@ def test_library_calls_of_a_step_are_listed():
 
 
 def test_a_trace_has_the_code_of_each_kernel_once(monkeypatch):
-    from fastvit_kernels.tools import aot
-    from tests.machine import launches
+    from tests.machine import aot, launches
 
     kept = []
     monkeypatch.setattr(launches, "keep_remarks", lambda *what: kept.append(what))
@@ -448,44 +445,3 @@ def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
     code = machine_code.Code(compiled, 4)
     assert code.instructions == sass.instructions(SASS)
     assert len(code.loops) == 2
-
-
-def test_the_steps_that_are_ranked_are_what_their_names_say(monkeypatch):
-    from fastvit_kernels import backend
-    from fastvit_kernels.tools import replay
-
-    # Calls are noted in the package's own modules.
-    monkeypatch.setitem(sys.modules, "fastvit_kernels.ranking", rank)
-    calls, steps = {}, rank.steps("Ti", 17, 1)
-    assert steps.pop("attention, packed sequences")  # needs numbers: traced on fake tensors
-    for name, step in steps.items():
-        with backend("torch"), replay.noting() as noted:
-            step()
-        calls[name] = [(c.function.__name__, dict(c.arguments), c.autocast) for c in noted]
-    dropout = calls.pop("attention, dropout")
-    assert dropout == [] and all(len(found) == 1 for found in calls.values())
-    assert {a for ((_, _, a),) in calls.values()} == {torch.bfloat16}
-    given = {name: found[0][1] for name, found in calls.items()}
-    assert given["rope"]["norm"] is None and given["rope, normed heads"]["norm"] == "rms_norm"
-    assert given["attention, causal"]["is_causal"] and given["rope"]["prefix_tokens"] == 1
-    masks = {
-        n: given[f"attention, {n}"]["attn_mask"]
-        for n in ("mask of keys", "boolean mask", "additive mask", "learnt bias")
-    }
-    assert {n: (tuple(m.shape), m.dtype is torch.bool) for n, m in masks.items()} == {
-        "mask of keys": ((1, 1, 1, 17), True),
-        "boolean mask": ((17, 17), True),
-        "additive mask": ((17, 17), False),
-        "learnt bias": ((1, 3, 17, 17), False),
-    }
-    assert masks["learnt bias"].requires_grad and not masks["additive mask"].requires_grad
-    assert given["mlp"]["x"].requires_grad and not given["mlp, inference"]["x"].requires_grad
-    functions = {found[0][0] for found in calls.values()}
-    assert functions >= {
-        "mlp",
-        "linear",
-        "layer_norm_and_input",
-        "rms_norm_and_input",
-        "patch_embed",
-        "gated_mlp",
-    }

@@ -32,7 +32,7 @@ import json, sys, torch
 from pathlib import Path
 from tests.machine.peers import _load, best_of_autotuned
 from tests.machine.launches import tracing
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 kernel = _load(Path(sys.argv[1])).chain_kernel
 with tracing(TARGETS["sm_90"]) as trace, best_of_autotuned(trace):
@@ -100,7 +100,7 @@ from pathlib import Path
 from tests.machine.examine import timed
 from tests.machine.launches import tracing
 from tests.machine.peers import _load, best_of_autotuned
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 kernel, heads, rates = _load(Path(sys.argv[1])).flash_kernel, 1024, {}
 for T in (512, 1024, 2048):
@@ -123,7 +123,7 @@ GEMM_PROGRAM = """
 import json, torch
 from fastvit_kernels import linear
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine.examine import timed
 from tests.machine.launches import tracing
 
@@ -147,7 +147,7 @@ import torch
 from fastvit_kernels import attention
 from fastvit_kernels.ops.attention.configs import PINGPONG_FWD
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine.examine import timed
 from tests.machine.launches import tracing
 
@@ -172,7 +172,7 @@ from fastvit_kernels import attention, linear
 from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, TMA_PAIR, TMA_TILE
 from fastvit_kernels.ops.mlp.functions import mlp
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine import loop_model
 from tests.machine.examine import timed
 from tests.machine.launches import tracing

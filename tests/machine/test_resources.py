@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from fastvit_kernels.runtime.backend import HAS_TRITON
-from fastvit_kernels.tools import aot
-from fastvit_kernels.tools.aot import TARGETS
-from tests.machine import resources
+from tests.machine import aot, resources
+from tests.machine.aot import TARGETS
 from tests.machine.loop_model import ROOFS
 from tests.machine.resources import REGISTERS_PER_SM, SMS, Kernel, _warps_per_sm
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine.examine import Examined
 from tests.machine.table import COLUMNS, compare, read_table, worst, write_table
 

@@ -31,7 +31,7 @@ from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu, gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.triton import has_gluon, triton
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 TABLES = (FWD_TABLE, HIDDEN_TABLE)

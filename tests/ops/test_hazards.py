@@ -25,9 +25,9 @@ from numerics import DEVICE, assert_accurate, rand
 import fastvit_kernels as fk
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.tools.aot import TARGETS
 from tests.check import all_configs
 from tests.check.config_cases import config_cases
+from tests.machine.aot import TARGETS
 from tests.machine.ptx import Ptx
 
 PACKAGE = Path(fk.__file__).parent
@@ -250,7 +250,7 @@ import sys
 from pathlib import Path
 import torch
 import fastvit_kernels as fk
-from fastvit_kernels.tools import aot
+from tests.machine import aot
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.configs import TABLES, forced, recording
 

@@ -24,7 +24,7 @@ from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import Gpu, backend
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.runtime.operator import LAUNCHERS
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, FULL = (), ("residual", "layer_scale", "row_scale")

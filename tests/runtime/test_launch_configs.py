@@ -14,8 +14,8 @@ from fastvit_kernels.runtime import configs as launch_configs, tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
-from fastvit_kernels.tools.aot import TARGETS, Trace, _RunLaunchers
 from tests.check.all_configs import launches_left_out
+from tests.machine.aot import TARGETS, Trace, _RunLaunchers
 
 
 class Config(NamedTuple):

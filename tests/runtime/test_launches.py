@@ -175,7 +175,7 @@ def test_a_kernel_is_picked_on_each_device(picked):
 
 
 def test_who_watches_sees_launches_of_a_picked_kernel(picked, monkeypatch):
-    """bench/host.py, tools/aot.py and tests/traffic/counting.py put their own in place of `run`."""
+    """bench/host.py, machine/aot.py and traffic/counting.py put their own in place of `run`."""
     assert [picked.launch(), picked.launch()] == ["run", "as it is"]
     with monkeypatch.context() as patch:
         watch = lambda self, *args, **_: picked.seen.append(("watched", args))  # noqa: E731
@@ -219,7 +219,7 @@ from triton.experimental import gluon
 from triton.runtime.driver import driver
 from fastvit_kernels.runtime.gluon import gl, tensor_map
 from fastvit_kernels.runtime.triton import bind_launch
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 @triton.jit(do_not_specialize_on_alignment=["B"])
 def plain(y_ptr, x_ptr, B, n, T: tl.constexpr, BLOCK: tl.constexpr):

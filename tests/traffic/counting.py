@@ -24,7 +24,7 @@ from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, place_of_storage
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from fastvit_kernels.swap.hosts import fused
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 from tests.machine.launches import tensor_bytes
 from tests.support.private import efficient_attention, tree_leaves
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import active_driver
 from fastvit_kernels.runtime.triton import triton
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 from . import (
     arithmetic,

@@ -10,7 +10,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.tools.aot import TARGETS
+from tests.machine.aot import TARGETS
 
 from .driver import Recorded, ptx_machine
 from .faults import InFlight, Unfenced

@@ -1,4 +1,4 @@
-"""`fastvit-kernels compile`: the kernels of a step, compiled for named GPUs, in a table.
+"""`python -m tests.machine compile`: the kernels of a step, compiled for named GPUs, in a table.
 
 They stay in Triton's cache, where a GPU of that kind finds them: docs/compile.md.
 """
@@ -17,33 +17,21 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from ..runtime.backend import gpu
-from ..tools.aot import TARGETS, WHOLE, CompileError, Kernel, Share, compile_step
-from . import options
-from .console import CommandError, aligned
-from .models import fused_model, input_shape, run_step
+from fastvit_kernels.commands import options
+from fastvit_kernels.commands.console import CommandError, aligned
+from fastvit_kernels.commands.models import fused_model, input_shape, run_step
+from fastvit_kernels.runtime.backend import gpu
+
+from .aot import TARGETS, WHOLE, CompileError, Kernel, Share, compile_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        choices=list(TARGETS),
-        metavar="ARCH",
-        help=f"targets, of {', '.join(TARGETS)} (default this machine's GPU, else sm_90)",
-    )
+    """All but --arch and --jobs, which the other commands have too."""
     options.add(parser, "--model", default=options.MODEL)
     options.add(parser, "--batch", default=256)
     options.add(parser, "--dtype", default="bf16")
     options.add(parser, "--img-size", "--json")
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
-    parser.add_argument(
-        "--jobs",
-        type=options.positive(int, options.MOST_PROCESSES),
-        metavar="N",
-        default=1,
-        help="processes that compile (default 1)",
-    )
 
 
 def model_step(model: nn.Module, batch: int, dtype: str, *, train: bool) -> Callable[[], None]:
@@ -70,25 +58,26 @@ def _compile(args: argparse.Namespace, share: Share = WHOLE) -> dict[str, list[K
     """The kernels of this share for each target; with several processes each first does one."""
     with torch.device("meta"):
         model = fused_model(args.model, img_size=args.img_size)
-    step = model_step(model, args.batch, args.dtype, train=args.train)
-    if share is WHOLE and args.jobs > 1:  # a mistake has been found before processes start
-        with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-            shares = [Share(i, args.jobs) for i in range(args.jobs)]
+    step, jobs = model_step(model, args.batch, args.dtype, train=args.train), args.jobs or 1
+    if share is WHOLE and jobs > 1:  # a mistake has been found before processes start
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            shares = [Share(i, jobs) for i in range(jobs)]
             list(pool.map(functools.partial(_compile, args), shares))
     return {arch: compile_step(step, TARGETS[arch], share) for arch in args.arch or [_arch_here()]}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compile and print; the exit status."""
+def run_compile(args: argparse.Namespace) -> int:
+    """Compile and print; 1 for a kernel that does not compile, 2 for a user's mistake."""
     try:
         compiled = _compile(args)
+        if not all(compiled.values()):
+            raise CommandError(f"--model {args.model} launches no kernel, so none was compiled")
     except CompileError as error:
-        print(f"fastvit-kernels compile: {error}", file=sys.stderr)
+        print(f"compile: {error}", file=sys.stderr)
         return 1
-    except (RuntimeError, ValueError) as error:  # no triton, the interpreter, an unknown model
-        raise CommandError(str(error)) from error
-    if not all(compiled.values()):
-        raise CommandError(f"--model {args.model} launches no kernel, so none was compiled")
+    except (CommandError, RuntimeError, ValueError) as error:  # no triton, an unknown model
+        print(f"compile: {error}", file=sys.stderr)
+        return 2
     if args.json:
         print(json.dumps([asdict(k) for kernels in compiled.values() for k in kernels], indent=1))
         return 0

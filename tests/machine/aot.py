@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
-from ..runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
-from ..runtime.operator import LAUNCHERS
-from ..runtime.triton import HAS_TRITON, triton
+from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
+from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
+from fastvit_kernels.runtime.operator import LAUNCHERS
+from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 
 
 class Target(NamedTuple):

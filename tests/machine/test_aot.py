@@ -1,4 +1,4 @@
-"""The compile command. Kernels compile in a subprocess: here they are interpreted."""
+"""`tests.machine compile`. Kernels compile in a subprocess: here they are interpreted."""
 
 import json
 import os
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from fastvit_kernels.commands import cli
 from fastvit_kernels.runtime.backend import INTERPRETED
+from tests.machine.__main__ import main
 
 
 def _run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +21,7 @@ def _run(*words: str) -> subprocess.CompletedProcess[str]:
 STEP = """
 import json, torch
 from dataclasses import asdict
-from fastvit_kernels.tools.aot import TARGETS, Share, compile_step
+from tests.machine.aot import TARGETS, Share, compile_step
 from fastvit_kernels.ops.norm.functions import layer_norm
 from fastvit_kernels.ops.mlp.narrow import narrow_mlp_fwd
 from fastvit_kernels.runtime.compat import active_driver
@@ -98,9 +98,9 @@ import torch
 import torch.nn.functional as F
 from triton import knobs
 from triton.runtime.driver import driver
-from fastvit_kernels.tools.aot import TARGETS, compile_step
+from tests.machine.aot import TARGETS, compile_step
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
-from fastvit_kernels.commands.compile import model_step
+from tests.machine.compile import model_step
 from fastvit_kernels.commands.models import fused_model, input_shape, logits_of
 from fastvit_kernels.models.presets import create_vit
 from fastvit_kernels.runtime.compat import define_torchvision_operators
@@ -165,7 +165,7 @@ def test_aot_cache_keys_are_those_of_launches(host):
 
 def test_compile_command_gives_the_kernels_of_a_model():
     words = ("--model", "vit_mnist", "--batch", "2", "--infer", "--json")
-    result = _run("-m", "fastvit_kernels", "compile", *words)
+    result = _run("-m", "tests.machine", "compile", *words)
     assert result.returncode == 0, result.stderr
     kernels = json.loads(result.stdout)
     names = {k["kernel"] for k in kernels}
@@ -175,7 +175,7 @@ def test_compile_command_gives_the_kernels_of_a_model():
 # swap_in takes its norm, which no call reaches.
 IDLE = """
 import torch
-from fastvit_kernels.commands import cli
+from tests.machine.__main__ import main
 
 class Idle(torch.nn.Module):
     def __init__(self):
@@ -186,7 +186,7 @@ class Idle(torch.nn.Module):
         return self.head(images.mean((2, 3)))
 
 words = ("--model", "__main__:Idle", "--batch", "2", "--arch", "sm_90", "--json")
-raise SystemExit(cli.main(["compile", *words]))
+raise SystemExit(main(["compile", *words]))
 """
 
 
@@ -205,10 +205,10 @@ def test_processes_share_the_kernels_of_a_step(steps):
 # What would be compiled, in words, and what of it a batch may not decide. Nothing is compiled.
 BATCHES = """
 import json, torch
-from fastvit_kernels.commands.compile import model_step
+from tests.machine.compile import model_step
 from fastvit_kernels.models.presets import create_vit
 from fastvit_kernels.runtime.triton import ANY_BATCH
-from fastvit_kernels.tools.aot import TARGETS, Trace, specialisation, tracing
+from tests.machine.aot import TARGETS, Trace, specialisation, tracing
 
 class Words(Trace):
     def wants(self, function, given, options):
@@ -254,5 +254,5 @@ def test_the_last_batch_of_an_epoch_compiles_nothing():
     ids=["model", "interpreter"],
 )
 def test_compile_command_rejects(capsys, words, message):
-    assert cli.main(["compile", *words]) == 2
+    assert main(["compile", *words]) == 2
     assert message in capsys.readouterr().err

@@ -1,1 +1,0 @@
-"""For people who tune and cross-compile."""

@@ -1,1 +1,0 @@
-"""The repository that the Hub's `kernels` library loads: docs/hub.md."""
