@@ -67,7 +67,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     Args:
         model: a VisionTransformer or any module that contains our Attention; or a model of timm,
             torchvision, transformers or torch.nn, swapped or not.
-        images: what the model takes, (B, in_chans, height, width); uint8 if it normalises bytes.
+        images: what the model takes, (B, in_chans, height, width).
     Returns:
         One (B, H, T, T) fp32 tensor per layer, in running order; row t is where token t looks.
         Memory: 4 B H T T bytes per layer.
@@ -77,8 +77,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
-    if not (isinstance(images, Tensor) and images.dtype is torch.uint8):
-        check_tensor("attention_maps", "images", images)
+    check_tensor("attention_maps", "images", images)
     with torch.no_grad(), _evaluating(model), _math_attention(), _Softmaxes() as seen:
         model(images)
     if not any(probabilities.numel() for probabilities in seen.maps):

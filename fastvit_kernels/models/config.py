@@ -32,12 +32,11 @@ from .checks import (
 from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit
 from .modules import Size
-from .norms import NORM_LAYERS, NormLayer
-from .rope_tables import GridIndexing, RopeType
+from .norms import LayerNorm, NormLayer
+from .rope_tables import RopeType
 
 Config = TypeVar("Config")
 Memory = Literal["default", "low"]
-NormName = Annotated[str, one_of(sorted(NORM_LAYERS))]
 MlpName = Annotated[str, one_of(sorted(MLP_LAYERS))]
 
 
@@ -45,23 +44,15 @@ class _Checked:
     """What both dataclasses do: check their fields, choose the norm."""
 
     owner: ClassVar[str]
-    mlp_layer: MlpName
-    norm_layer: NormName
     norm_eps: Eps
-    scale_mlp_norm: Flag
 
     def __post_init__(self) -> None:
         check_arguments(self.owner, type(self), vars(self))
-        if self.scale_mlp_norm and self.mlp_layer == "Mlp":
-            raise ValueError(f"{self.owner}: scale_mlp_norm needs a gated mlp_layer, got 'Mlp'")
 
     @property
     def norm(self) -> NormLayer:
         """Makes a norm of a width."""
-        return self._norm(self.norm_layer)
-
-    def _norm(self, name: str) -> NormLayer:
-        return functools.partial(NORM_LAYERS[name], eps=self.norm_eps)
+        return functools.partial(LayerNorm, eps=self.norm_eps)
 
 
 @dataclass(frozen=True)
@@ -72,7 +63,6 @@ class BlockConfig(_Checked):
     num_heads: Count
     mlp_ratio: Ratio = 4.0
     qkv_bias: Flag = False
-    proj_bias: Flag = True
     proj_drop: Rate = 0.0
     attn_drop: Dropout = 0.0
     init_values: Scale | None = None
@@ -82,11 +72,8 @@ class BlockConfig(_Checked):
     attn_head_dim: Count | None = None
     memory: Memory = "default"
     mlp_layer: MlpName = "Mlp"
-    scale_mlp_norm: Flag = False
-    norm_layer: NormName = "LayerNorm"
     qk_norm: Flag = False
     key_bias: Flag = True
-    rotate_half: Flag = False
     num_prefix_tokens: Number = 0
     drop_path_mode: DropPathMode = "mask"
 
@@ -105,13 +92,11 @@ class ViTConfig(_Checked):
     num_heads: Count = 12
     mlp_ratio: Ratio = 4.0
     qkv_bias: Flag = True
-    proj_bias: Flag = True
     init_values: Scale | None = None
     class_token: Flag = True
     no_embed_class: Flag = False
     reg_tokens: Number = 0
     pre_norm: Flag = False
-    final_norm: Flag = True
     fc_norm: Flag | None = None
     pool_include_prefix: Flag = False
     drop_rate: Rate = 0.0
@@ -126,22 +111,12 @@ class ViTConfig(_Checked):
     conv_stem_configs: Sequence[Sequence[Any]] | None = None
     memory: Memory = "default"
     mlp_layer: MlpName = "Mlp"
-    scale_mlp_norm: Flag = False
-    norm_layer: NormName = "LayerNorm"
-    embed_norm_layer: NormName | None = None
     qk_norm: Flag = False
     key_bias: Flag = True
     pos_embed: Literal["learn", "none"] = "learn"
     rope_type: RopeType = ""
-    rope_temperature: float = 10000.0
-    rope_rotate_half: Flag = False
-    rope_grid_indexing: GridIndexing = "ij"
-    rope_grid_offset: float = 0.0
-    ref_feat_shape: Size | None = None
     dynamic_img_size: Flag = False
     drop_path: DropPathMode = "mask"
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
     patch_drop_rate: Dropout = 0.0
     mask_token: Flag = False
     weight_init: WeightInit = ""
@@ -155,11 +130,6 @@ class ViTConfig(_Checked):
             raise ValueError(f"{self.owner}: global_pool 'token' needs class_token=True")
 
     @property
-    def embed_norm(self) -> NormLayer | None:
-        """Makes the norm of the patches."""
-        return None if self.embed_norm_layer is None else self._norm(self.embed_norm_layer)
-
-    @property
     def num_prefix_tokens(self) -> int:
         return int(self.class_token) + self.reg_tokens
 
@@ -170,7 +140,6 @@ class ViTConfig(_Checked):
             dim=self.embed_dim,
             proj_drop=self.proj_drop_rate,
             attn_drop=self.attn_drop_rate,
-            rotate_half=self.rope_rotate_half,
             num_prefix_tokens=self.num_prefix_tokens,
             drop_path=self.drop_path_rate * i / max(self.depth - 1, 1),
             drop_path_mode=self.drop_path,

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
 from ..ops.gated_mlp.functions import gated_mlp
-from ..runtime.plain import add_branch, is_hooked, is_plain, is_raw
+from ..runtime.plain import add_branch, is_plain
 from .checks import Activation, Count, Flag, Number, Rate, checked
 from .modules import Mlp, rate_of
-from .norms import LayerNorm, NormLayer
 
 
 class _GatedMlp(nn.Module):
-    """act(gate) * value, [norm], fc2, after the layers of a subclass."""
+    """act(gate) * value, fc2, after the layers of a subclass."""
 
     fc2: nn.Linear
 
@@ -27,19 +26,14 @@ class _GatedMlp(nn.Module):
         in_features: int,
         width: int,
         act_layer: str,
-        norm_layer: NormLayer | None,
         bias: bool,
         drop: float,
     ):
         super().__init__()
-        if norm_layer is not None and not callable(norm_layer):
-            op = type(self).__name__
-            raise TypeError(f"{op}: norm_layer must be None or a class, got {norm_layer!r}")
         self.act_layer = act_layer
         self.recompute = True  # False saves the hidden layer too and rebuilds nothing
         for name, rows in layers.items():
             setattr(self, name, nn.Linear(in_features, rows, bias))
-        self.norm = nn.Identity() if norm_layer is None else norm_layer(width)
         self.fc2 = nn.Linear(width, in_features, bias)
         self.drop = nn.Dropout(drop)
 
@@ -47,21 +41,14 @@ class _GatedMlp(nn.Module):
         self, first: nn.Linear, gate: nn.Linear | None, x: Tensor, **epilogue: Any
     ) -> Tensor | None:
         """All in one op, or None where a layer has to be called."""
-        norm, layers = self.norm, (first, self.fc2, first if gate is None else gate)
-        if not all(map(is_plain, layers)) or is_hooked(norm):
+        layers = (first, self.fc2, first if gate is None else gate)
+        if not all(map(is_plain, layers)):
             return None
         if self.training and rate_of(self.drop) > 0:
             return None
         given: dict[str, Any] = {}
-        if isinstance(norm, nn.LayerNorm) and type(norm) in (LayerNorm, nn.LayerNorm):
-            weight, bias = norm.weight, norm.bias
-            if weight is None or not is_raw(weight) or not (bias is None or is_raw(bias)):
-                return None
-            given = dict(norm_weight=weight, norm_bias=bias, norm_eps=norm.eps)
-        elif type(norm) is not nn.Identity:
-            return None
         if gate is not None:
-            given |= dict(gate_weight=gate.weight, gate_bias=gate.bias)
+            given = dict(gate_weight=gate.weight, gate_bias=gate.bias)
         return gated_mlp(
             x,
             first.weight,
@@ -76,12 +63,12 @@ class _GatedMlp(nn.Module):
 
     def _called(self, gate: Tensor, value: Tensor, **epilogue: Any) -> Tensor:
         """The rest of the MLP, layer by layer."""
-        hidden = self.norm(self.drop(ACTIVATIONS[self.act_layer](gate) * value))
+        hidden = self.drop(ACTIVATIONS[self.act_layer](gate) * value)
         return add_branch(self.drop(self.fc2(hidden)), **epilogue)
 
 
 class GluMlp(_GatedMlp):
-    """(B, T, C) -> (B, T, C): fc1 with gate and value packed, their product, [norm], fc2.
+    """(B, T, C) -> (B, T, C): fc1 with gate and value packed, their product, fc2.
 
     `hidden_features` counts both halves, as in timm. With gate_last=False and "silu" it is timm's
     SwiGLUPacked, DINOv2's SwiGLUFFN.
@@ -95,7 +82,6 @@ class GluMlp(_GatedMlp):
         in_features: Count,
         hidden_features: Count,
         act_layer: Activation = "silu",
-        norm_layer: NormLayer | None = None,
         bias: Flag = True,
         drop: Rate = 0.0,
         gate_last: Flag = True,
@@ -106,7 +92,7 @@ class GluMlp(_GatedMlp):
                 f"GluMlp: hidden_features must be even, gate and value, got {hidden_features}"
             )
         layers = {"fc1": hidden_features}
-        super().__init__(layers, in_features, width, act_layer, norm_layer, bias, drop)
+        super().__init__(layers, in_features, width, act_layer, bias, drop)
         self.gate_last = gate_last
 
     def init_weights(self) -> None:
@@ -127,7 +113,7 @@ class GluMlp(_GatedMlp):
 
 
 class SwiGLU(_GatedMlp):
-    """(B, T, C) -> (B, T, C): fc1_g and fc1_x, act(gate) * value, [norm], fc2."""
+    """(B, T, C) -> (B, T, C): fc1_g and fc1_x, act(gate) * value, fc2."""
 
     fc1_g: nn.Linear
     fc1_x: nn.Linear
@@ -138,14 +124,13 @@ class SwiGLU(_GatedMlp):
         in_features: Count,
         hidden_features: Count,
         act_layer: Activation = "silu",
-        norm_layer: NormLayer | None = None,
         bias: Flag = True,
         drop: Rate = 0.0,
         align_to: Number = 0,
     ):
         width = hidden_features + (-hidden_features % align_to if align_to else 0)
         layers = {"fc1_g": width, "fc1_x": width}
-        super().__init__(layers, in_features, width, act_layer, norm_layer, bias, drop)
+        super().__init__(layers, in_features, width, act_layer, bias, drop)
 
     def init_weights(self) -> None:
         """timm's: the gate begins near 0 with a bias of 1."""

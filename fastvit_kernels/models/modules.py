@@ -21,8 +21,7 @@ from ..ops.common.activation import ACTIVATIONS
 from ..ops.common.samples import DropPathMode, keep_samples
 from ..ops.linear.functions import linear
 from ..ops.mlp.functions import mlp
-from ..ops.patch_embed.arguments import check_pair, check_statistics
-from ..ops.patch_embed.functions import as_numbers, normalised_pixels, patch_embed
+from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import rope as apply_rope
 from ..runtime.arguments import check_int, check_tensor
 from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
@@ -73,10 +72,9 @@ class PatchEmbed(nn.Module):
     """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
 
     Ignores rows and columns of pixels that fill no patch, as timm's convolution does. After a
-    convolutional stem, which downsamples, a patch is one position of the feature map. `norm_layer`
-    norms the patches before positions are added. With strict_img_size=False images of any size
-    pass, and `pos_embed` must fit their grid. With mean and std, uint8 images pass too, and are
-    normalised as they are read. `keep` (B, K) lists the patches of each image to keep.
+    convolutional stem, which downsamples, a patch is one position of the feature map. With
+    strict_img_size=False images of any size pass, and `pos_embed` must fit their grid. `keep`
+    (B, K) lists the patches of each image to keep.
     """
 
     @checked
@@ -88,19 +86,12 @@ class PatchEmbed(nn.Module):
         embed_dim: Count = 768,
         bias: Flag = True,
         conv_stem_configs: Sequence[Sequence[Any]] | None = None,
-        norm_layer: NormLayer | None = None,
         strict_img_size: Flag = True,
-        mean: Sequence[float] | None = None,
-        std: Sequence[float] | None = None,
     ):
         super().__init__()
         self.img_size = _pair("img_size", img_size)
         self.patch_size = _pair("patch_size", patch_size)
         self.in_chans, self.strict_img_size = in_chans, strict_img_size
-        check_pair("PatchEmbed", mean, std)
-        self.mean, self.std = as_numbers(mean), as_numbers(std)
-        if mean is not None:
-            check_statistics("PatchEmbed", self.mean, self.std, in_chans)
         (height, width), (patch_height, patch_width) = self.img_size, self.patch_size
         self.grid_size = height // patch_height, width // patch_width
         self.num_patches = self.grid_size[0] * self.grid_size[1]
@@ -123,15 +114,13 @@ class PatchEmbed(nn.Module):
             self.stem = _conv_stem(conv_stem_configs, in_chans)
             in_chans, side = conv_stem_configs[-1][0], (1, 1)
         self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
-        self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the images' patches.
 
         Raises: ValueError, TypeError for images that are not the model's.
         """
-        if not (self.mean is not None and _is_uint8(images) and images.ndim == 4):
-            check_tensor("PatchEmbed", "images", images, ndim=4)
+        check_tensor("PatchEmbed", "images", images, ndim=4)
         if images.shape[1] != self.in_chans:
             raise ValueError(
                 f"PatchEmbed: images must have {self.in_chans} channels, got {images.shape[1]}"
@@ -149,31 +138,24 @@ class PatchEmbed(nn.Module):
         return grid
 
     def forward(
-        self, images: Tensor, prefix_tokens=None, pos_embed=None, keep: Tensor | None = None
+        self,
+        images: Tensor,
+        prefix_tokens: Tensor | None = None,
+        pos_embed: Tensor | None = None,
+        keep: Tensor | None = None,
     ) -> Tensor:
         rows, cols = self.grid_of(images)
-        plain = _cuts(self.proj)
-        given: dict[str, Any] = {}
-        if self.mean is not None and self.std is not None and _is_uint8(images):
-            if plain and self.stem is None:
-                given = dict(mean=self.mean, std=self.std)
-            else:
-                images = normalised_pixels(images, self.mean, self.std, self.proj.weight.dtype)
         if self.stem is not None:
             images = self.stem(images)
-        tokens: dict[str, Any] = dict(prefix_tokens=prefix_tokens, pos_embed=pos_embed)
-        normed = type(self.norm) is not nn.Identity or is_hooked(self.norm)
-        if plain:
-            patch_height, patch_width = self.proj.kernel_size
+        proj = self.proj
+        if _cuts(proj):
+            patch_height, patch_width = proj.kernel_size
             images = images[..., : rows * patch_height, : cols * patch_width]
-            given |= {} if normed else dict(**tokens, keep=keep)
-            patches = patch_embed(images, self.proj.weight, self.proj.bias, **given)
-            if not normed:
-                return patches
-        else:
-            patches = self.proj(images)
-            (rows, cols), patches = patches.shape[2:], patches.flatten(2).transpose(1, 2)
-        return kept_tokens(add_tokens(self.norm(patches), **tokens), keep, rows * cols)
+            tokens = dict(prefix_tokens=prefix_tokens, pos_embed=pos_embed, keep=keep)
+            return patch_embed(images, proj.weight, proj.bias, **tokens)
+        patches = proj(images)
+        (rows, cols), patches = patches.shape[2:], patches.flatten(2).transpose(1, 2)
+        return kept_tokens(add_tokens(patches, prefix_tokens, pos_embed), keep, rows * cols)
 
 
 def rate_of(dropout: Any) -> float:
@@ -186,10 +168,6 @@ def _cuts(proj: Any) -> bool:
     usual = type(proj) is nn.Conv2d and proj.groups == 1 and proj.dilation == (1, 1)
     usual = usual and proj.padding in ((0, 0), "valid") and proj.kernel_size == proj.stride
     return usual and not is_hooked(proj) and is_raw(proj.weight)
-
-
-def _is_uint8(images: object) -> bool:
-    return isinstance(images, Tensor) and images.dtype is torch.uint8
 
 
 def kept_tokens(x: Tensor, keep: Tensor | None, num_patches: int) -> Tensor:
@@ -243,7 +221,6 @@ class Attention(nn.Module):
         qk_norm: Flag = False,
         norm_layer: NormLayer = LayerNorm,
         key_bias: Flag = True,
-        rotate_half: Flag = False,
         num_prefix_tokens: Number = 0,
     ):
         super().__init__()
@@ -254,7 +231,7 @@ class Attention(nn.Module):
         if not callable(norm_layer):
             raise TypeError(f"Attention: norm_layer must be a class, got {norm_layer!r}")
         width, apart = num_heads * self.head_dim, qkv_bias and not key_bias
-        self.rotate_half, self.num_prefix_tokens = rotate_half, num_prefix_tokens
+        self.num_prefix_tokens = num_prefix_tokens
         self.qkv = nn.Linear(dim, 3 * width, bias=qkv_bias and key_bias)
         self.q_bias = nn.Parameter(torch.zeros(width)) if apart else None
         self.v_bias = nn.Parameter(torch.zeros(width)) if apart else None
@@ -282,9 +259,7 @@ class Attention(nn.Module):
         q, k, v = self._packed(projected).unbind(2)
         q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
         if rope is not None:
-            q, k = apply_rope(
-                q, k, *rope, interleaved=not self.rotate_half, prefix_tokens=self.num_prefix_tokens
-            )
+            q, k = apply_rope(q, k, *rope, prefix_tokens=self.num_prefix_tokens)
         return q, k, v
 
     def _attend(self, x: Tensor, rope: Tables | None) -> Tensor:
@@ -313,7 +288,6 @@ class Attention(nn.Module):
             bias,
             cos=cos,
             sin=sin,
-            interleaved=not self.rotate_half,
             prefix_tokens=prefix_tokens,
             **shared,
             **norms,
@@ -334,7 +308,6 @@ class Attention(nn.Module):
             cos=cos,
             sin=sin,
             num_heads=self.num_heads,
-            interleaved=not self.rotate_half,
             prefix_tokens=len(x) - cos.shape[-2],
             cu_seqlens=packing.cu_seqlens,
             dropout_p=rate_of(self.attn_drop) if self.training else 0.0,

@@ -88,10 +88,6 @@ class RmsNorm(nn.RMSNorm):
         return rms_norm_and_input(x, self.weight, self.eps, out_dtype=out_dtype, samples=samples)
 
 
-# By the names of timm's classes, as Block and VisionTransformer take them.
-NORM_LAYERS: dict[str, Callable[..., nn.Module]] = {"LayerNorm": LayerNorm, "RmsNorm": RmsNorm}
-
-
 def norm_and_input(norm: nn.Module, x: Tensor, samples: Tensor | None) -> tuple[Tensor, Tensor]:
     """norm(x) of the samples that are kept, and x, which a norm of ours hands on itself."""
     if not isinstance(norm, (LayerNorm, RmsNorm)):

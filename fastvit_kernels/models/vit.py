@@ -38,14 +38,12 @@ class Block(nn.Module):
             c.num_heads,
             c.attn_head_dim,
             c.qkv_bias,
-            c.proj_bias,
-            c.attn_drop,
-            c.proj_drop,
-            c.qk_norm,
-            c.norm,
-            c.key_bias,
-            c.rotate_half,
-            c.num_prefix_tokens,
+            attn_drop=c.attn_drop,
+            proj_drop=c.proj_drop,
+            qk_norm=c.qk_norm,
+            norm_layer=c.norm,
+            key_bias=c.key_bias,
+            num_prefix_tokens=c.num_prefix_tokens,
         )
         self.ls1 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path1 = DropPath(c.drop_path, c.drop_path_mode)
@@ -54,9 +52,7 @@ class Block(nn.Module):
             c.dim,
             int(c.dim * c.mlp_ratio),
             act_layer=c.act_layer,
-            bias=c.proj_bias,
             drop=c.proj_drop,
-            **({"norm_layer": c.norm} if c.scale_mlp_norm else {}),
         )
         self.ls2 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)
@@ -121,9 +117,8 @@ class VisionTransformer(nn.Module):
 
     act_layer     a name: "gelu", "gelu_tanh", "quick_gelu", "silu", which SwiGLU wants
     mlp_layer     timm's class by name: "Mlp", "GluMlp", "SwiGLUPacked", "SwiGLU"
-    norm_layer    "LayerNorm" or "RmsNorm", as embed_norm_layer; norm_eps is the eps of each
-    rope_type     "cat" as EVA02, Perception Encoder and RoPE-ViT, "dinov3", "" for none
-    mean, std     numbers for each channel: uint8 images too, normalised as they are read
+    norm_eps      of every norm, which are LayerNorm
+    rope_type     "dinov3", "" for none
     drop_path     "skip": a branch computes nothing for the samples it drops; docs/drop_path.md
     memory        "low": the backward rebuilds what a block's norms gave, bit for bit, and the sum
                   after attention: under bf16 autocast 20 C bytes a token and block, not 28 C
@@ -143,10 +138,7 @@ class VisionTransformer(nn.Module):
             c.embed_dim,
             not c.pre_norm,
             c.conv_stem_configs,
-            c.embed_norm,
             not c.dynamic_img_size,
-            c.mean,
-            c.std,
         )
         self.cls_token = self._tokens(1 if c.class_token else None)
         self.reg_token = self._tokens(c.reg_tokens or None)
@@ -160,18 +152,10 @@ class VisionTransformer(nn.Module):
         self.blocks = Blocks(*(Block(**c.block(i)) for i in range(c.depth)))
         self.rope = None
         if c.rope_type:
-            self.rope = RotaryEmbedding(
-                c.attn_head_dim or c.embed_dim // c.num_heads,
-                self.patch_embed.grid_size,
-                c.rope_type,
-                c.rope_temperature,
-                c.rope_rotate_half,
-                c.rope_grid_indexing,
-                c.rope_grid_offset,
-                c.ref_feat_shape,
-            )
+            head_dim = c.attn_head_dim or c.embed_dim // c.num_heads
+            self.rope = RotaryEmbedding(head_dim, self.patch_embed.grid_size)
 
-        norm = c.norm(c.embed_dim) if c.final_norm else nn.Identity()
+        norm = c.norm(c.embed_dim)
         after_pool = c.global_pool == "avg" if c.fc_norm is None else c.fc_norm
         self.norm, self.fc_norm = (nn.Identity(), norm) if after_pool else (norm, nn.Identity())
         self.head_drop = nn.Dropout(c.drop_rate)

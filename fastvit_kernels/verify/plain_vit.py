@@ -24,15 +24,10 @@ from .op import Case, in_precision
 
 
 def _norm(x: Tensor, p: Mapping[str, Tensor], name: str, norm: nn.Module) -> Tensor:
-    """LayerNorm, RMSNorm or nothing; under autocast the statistics of both are fp32."""
+    """LayerNorm or nothing."""
     if isinstance(norm, nn.Identity):
         return x
     weight, bias = p[f"{name}.weight"], p.get(f"{name}.bias")
-    if isinstance(norm, nn.RMSNorm):
-        y = x.float() if x.dtype != torch.float64 else x
-        assert norm.eps is not None
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * weight
-        return y if torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
     assert isinstance(norm, nn.LayerNorm)
     return F.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
 
@@ -49,12 +44,8 @@ def _branch(y: Tensor, gamma: Tensor | None, row_scale: Tensor | None) -> Tensor
 def _turned(x: Tensor, attn: Attention, cos: Tensor, sin: Tensor) -> Tensor:
     """(B, H, T, D): every token past the prefix, turned by the angles of its place."""
     prefix, x = x[:, :, : attn.num_prefix_tokens], x[:, :, attn.num_prefix_tokens :]
-    if attn.rotate_half:
-        a, b = x.chunk(2, -1)
-        partner = torch.cat((-b, a), -1)
-    else:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-        partner = torch.stack((-b, a), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    partner = torch.cat((-b, a), -1)
     return torch.cat((prefix, (x * cos + partner * sin).to(x.dtype)), 2)
 
 
@@ -83,8 +74,6 @@ def _mlp(mlp: nn.Module, x: Tensor, p: Mapping[str, Tensor], name: str) -> Tenso
         y = first * activation(second) if mlp.gate_last else activation(first) * second
     else:
         y = activation(_linear(x, p, f"{name}.fc1"))
-    if isinstance(mlp, (SwiGLU, GluMlp)):
-        y = _norm(y, p, f"{name}.norm", mlp.norm)
     return _linear(y, p, f"{name}.fc2")
 
 
@@ -125,7 +114,7 @@ def plain_vit(model: VisionTransformer, p: Mapping[str, Tensor], images: Tensor)
     """
     weight = p["patch_embed.proj.weight"]
     x = F.conv2d(images, weight, p.get("patch_embed.proj.bias"), stride=weight.shape[2:])
-    x = _norm(x.flatten(2).transpose(1, 2), p, "patch_embed.norm", model.patch_embed.norm)
+    x = x.flatten(2).transpose(1, 2)
     tokens = [p[n].expand(x.shape[0], -1, -1) for n in ("cls_token", "reg_token") if n in p]
     positions = p.get("pos_embed", torch.zeros((), dtype=x.dtype, device=x.device))
     if model.no_embed_class:

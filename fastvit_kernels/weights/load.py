@@ -203,11 +203,11 @@ def load_weights(
 ) -> WeightsReport:
     """Read the weights of any ViT family into a model.
 
-    The source may have timm's names (those of its ViT and its Eva: EVA02, DINOv3, Perception
-    Encoder, RoPE-ViT), torchvision's or transformers' (ViT, DeiT, DINOv2, DINOv3, AIMv2; before and
-    since 5.9), or be a JAX .npz of the ViT paper or of big_vision. A trainer's wrappers ("model",
-    "state_dict", "module.") come off. Position embeddings of another grid are resized (bicubic,
-    antialias). Nothing is written unless everything fits.
+    The source may have timm's names (those of its ViT and its DINOv3), torchvision's or
+    transformers' (ViT, DeiT, DINOv2, DINOv3; before and since 5.9), or be a JAX .npz of the ViT
+    paper or of big_vision. A trainer's wrappers ("model", "state_dict", "module.") come off.
+    Position embeddings of another grid are resized (bicubic, antialias). Nothing is written unless
+    everything fits.
 
     Key names reveal neither eps, activation nor rotary positions: build the model with the source's
     `norm_eps` (timm and torchvision 1e-6, transformers ViT 1e-12), `act_layer` and `rope_type`. A

@@ -24,8 +24,8 @@ MAX_LAYERS = 1000
 # A converted name that matches counts as recognised; q, k, v are packed later.
 _TARGET = re.compile(
     r"cls_token|reg_token|pos_embed|blocks\.\d+\.ls[12]\.gamma"
-    r"|(?:patch_embed\.(?:proj|norm)|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
-    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|[qk]_norm|proj)|mlp\.(?:fc[12]|fc1_[gx]|norm))"
+    r"|(?:patch_embed\.proj|norm_pre|norm|fc_norm|pre_logits\.fc|head)\.(?:weight|bias)"
+    r"|blocks\.\d+\.(?:norm[12]|attn\.(?:qkv|[qkv]|[qk]_norm|proj)|mlp\.(?:fc[12]|fc1_[gx]))"
     r"\.(?:weight|bias)"
     r"|blocks\.\d+\.attn\.[qv]_bias"
 )
@@ -33,7 +33,6 @@ _TARGET = re.compile(
 _TIMM = {
     r"blocks\.(\d+)\.gamma_([12])": r"blocks.\1.ls\2.gamma",
     r"register_tokens|storage_tokens|dist_token": "reg_token",
-    r"blocks\.(\d+)\.attn\.([qkv])_proj\.(\w+)": r"blocks.\1.attn.\2.\3",  # EVA02
     r"blocks\.(\d+)\.mlp\.w12\.(\w+)": r"blocks.\1.mlp.fc1.\2",  # DINOv2's own SwiGLU
     r"blocks\.(\d+)\.mlp\.w1\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",  # DINOv3's
     r"blocks\.(\d+)\.mlp\.w2\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
@@ -64,20 +63,19 @@ _TRANSFORMERS = {
     _HF + r"embeddings\.(?:register_tokens|distillation_token)": "reg_token",
     _HF + r"embeddings\.(?:position_embeddings|position_embedding\.weight)": "pos_embed",
     _HF + r"embeddings\.patch_embed(?:dings(?:\.projection)?)?\.(\w+)": r"patch_embed.proj.\1",
-    _HF + r"embeddings\.rms_norm\.(\w+)": r"patch_embed.norm.\1",
-    _HF_LAYER + r"(?:layernorm_before|norm1|rms_norm1)\.(\w+)": r"blocks.\1.norm1.\2",
+    _HF_LAYER + r"(?:layernorm_before|norm1)\.(\w+)": r"blocks.\1.norm1.\2",
     _HF_LAYER + r"attention\.(?:attention\.query|q_proj)\.(\w+)": r"blocks.\1.attn.q.\2",
     _HF_LAYER + r"attention\.(?:attention\.key|k_proj)\.(\w+)": r"blocks.\1.attn.k.\2",
     _HF_LAYER + r"attention\.(?:attention\.value|v_proj)\.(\w+)": r"blocks.\1.attn.v.\2",
     _HF_LAYER + r"attention\.(?:output\.dense|o_proj|out_proj)\.(\w+)": r"blocks.\1.attn.proj.\2",
     _HF_LAYER + r"layer_scale([12])\.lambda1": r"blocks.\1.ls\2.gamma",
-    _HF_LAYER + r"(?:layernorm_after|norm2|rms_norm2)\.(\w+)": r"blocks.\1.norm2.\2",
+    _HF_LAYER + r"(?:layernorm_after|norm2)\.(\w+)": r"blocks.\1.norm2.\2",
     _HF_LAYER + r"(?:intermediate\.dense|mlp\.(?:fc1|weights_in))\.(\w+)": r"blocks.\1.mlp.fc1.\2",
-    _HF_LAYER + r"(?:mlp|ffn)\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",
-    _HF_LAYER + r"(?:mlp|ffn)\.up_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
+    _HF_LAYER + r"mlp\.gate_proj\.(\w+)": r"blocks.\1.mlp.fc1_g.\2",
+    _HF_LAYER + r"mlp\.up_proj\.(\w+)": r"blocks.\1.mlp.fc1_x.\2",
     _HF_LAYER + r"(?:output\.dense|mlp\.(?:fc2|weights_out))\.(\w+)": r"blocks.\1.mlp.fc2.\2",
-    _HF_LAYER + r"(?:mlp|ffn)\.down_proj\.(\w+)": r"blocks.\1.mlp.fc2.\2",
-    _HF + r"(?:layernorm|rms_norm)\.(\w+)": r"norm.\1",
+    _HF_LAYER + r"mlp\.down_proj\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+    _HF + r"layernorm\.(\w+)": r"norm.\1",
     _HF + r"pooler\.dense\.(\w+)": r"pre_logits.fc.\1",
     r"classifier\.(\w+)": r"head.\1",
 }

@@ -167,7 +167,7 @@ def _patch_embed(large: bool) -> list[Example]:
         example(5, (224, 192), 16, 192),
         example(5, (224, 192), 16, 768),
         example(3, (56, 42), 14, 200),
-        example(5, (224, 192), 16, 768, uint8=True, kept=42),
+        example(5, (224, 192), 16, 768, kept=42),
     ]
 
 

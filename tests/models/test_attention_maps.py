@@ -53,19 +53,6 @@ def test_attention_maps_times_v_is_what_the_layer_computes():
     torch.testing.assert_close(out, seen[0], rtol=1e-4, atol=1e-5)
 
 
-def test_attention_maps_of_bytes():
-    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
-    model = _vit(mean=mean, std=std)
-    images = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8, device=DEVICE)
-    per_channel = (torch.tensor(x, device=DEVICE).view(3, 1, 1) for x in (mean, std))
-    shift, scale = per_channel
-    maps = attention_maps(model, images), attention_maps(model, (images / 255 - shift) / scale)
-    for ours, wanted in zip(*maps, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(TypeError, match=r"PatchEmbed: images must be .*uint8"):
-        attention_maps(_vit(), images)
-
-
 def test_attention_maps_are_probabilities_in_fp32():
     model = _vit(reg_tokens=2).bfloat16()
     maps = attention_maps(model, _images().bfloat16())

@@ -91,12 +91,6 @@ _SCALE = [
     *((x, "T:init_values must be a number, got") for x in ("1e-5", True, [1e-5])),
 ]
 
-_NORM = [
-    ("layer_norm", r"norm_layer must be one of \['LayerNorm', 'RmsNorm'\], got 'layer_norm'"),
-    (nn.LayerNorm, "T:norm_layer must be one of .* got <class"),
-]
-_CAT = "of rope_type 'cat', got rope_type 'dinov3'"
-
 CONSTRUCTORS = [
     *_arguments(
         fk.LayerNorm,
@@ -171,7 +165,6 @@ CONSTRUCTORS = [
             "qk_norm": _flag("qk_norm"),
             "norm_layer": [("LayerNorm", "T:norm_layer must be a class, got 'LayerNorm'")],
             "key_bias": _flag("key_bias"),
-            "rotate_half": _flag("rotate_half"),
             "num_prefix_tokens": _count("num_prefix_tokens", 0),
         },
     ),
@@ -189,16 +182,11 @@ CONSTRUCTORS = [
     ),
     *_arguments(
         RotaryEmbedding,
-        dict(dim=16, feat_shape=(2, 3), rope_type="dinov3"),
+        dict(dim=16, feat_shape=(2, 3)),
         {
             "dim": [(18, "dim must be a multiple of 4, got 18")],
             "feat_shape": [((2, 0), "grid must be at least 1, got 0")],
-            "rope_type": [(x, f"rope_type must be one of .* got '{x}'") for x in ("mixed", "")],
             "temperature": [(0.5, "temperature must be finite and at least 1, got 0.5")],
-            "rotate_half": _flag("rotate_half"),
-            "grid_indexing": [("yx", "grid_indexing must be one of .* got 'yx'"), ("xy", _CAT)],
-            "grid_offset": [(1.0, _CAT)],
-            "ref_feat_shape": [(16, _CAT)],
         },
     ),
     *_arguments(
@@ -226,7 +214,6 @@ CONSTRUCTORS = [
             "attn_drop": _rate("attn_drop", "[0, 1)"),
             "proj_drop": _rate("proj_drop"),
             "act_layer": _ACTIVATION,
-            "norm_layer": _NORM,
         },
     ),
     *_arguments(
@@ -250,11 +237,9 @@ CONSTRUCTORS = [
             "no_embed_class": _flag("no_embed_class"),
             "reg_tokens": _count("reg_tokens", 0),
             "pre_norm": _flag("pre_norm"),
-            "final_norm": _flag("final_norm"),
             "fc_norm": _flag("fc_norm"),
             "pool_include_prefix": _flag("pool_include_prefix"),
             "qkv_bias": _flag("qkv_bias"),
-            "proj_bias": _flag("proj_bias"),
             **{
                 name: _rate(name)
                 for name in (
@@ -269,18 +254,13 @@ CONSTRUCTORS = [
             "norm_eps": _eps("norm_eps"),
             "attn_head_dim": _count("attn_head_dim"),
             "representation_size": _count("representation_size", 0),
-            "norm_layer": _NORM,
-            "embed_norm_layer": [
-                ("rms", "embed_norm_layer must be one of"),
-                (nn.LayerNorm, "T:embed"),
-            ],
             "qk_norm": _flag("qk_norm"),
             "pos_embed": [
                 ("rope", r"pos_embed must be one of \('learn', 'none'\), got 'rope'"),
                 (None, "T:pos_embed must be one of"),
             ],
             "rope_type": [
-                ("mixed", r"rope_type must be one of \('', 'cat', 'dinov3'\), got 'mixed'"),
+                ("mixed", r"rope_type must be one of \('', 'dinov3'\), got 'mixed'"),
                 (None, "T:rope_type must be one of"),
             ],
             "dynamic_img_size": _flag("dynamic_img_size"),

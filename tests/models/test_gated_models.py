@@ -17,16 +17,9 @@ from fastvit_kernels import Block, Mlp, VisionTransformer, backend, gated_mlp, w
 from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
 
 C, HIDDEN = 48, 42
-norm_of_large_eps = partial(nn.LayerNorm, eps=0.1)
 # timm's arguments, ours, of a GluMlp or SwiGLU with these hidden features
 TIMM = {
     "GluMlp": (timm.layers.GluMlp, GluMlp, dict(act_layer=nn.GELU), dict(act_layer="gelu")),
-    "GluMlp-norm": (
-        timm.layers.GluMlp,
-        GluMlp,
-        dict(act_layer=nn.SiLU, norm_layer=norm_of_large_eps),
-        dict(norm_layer=norm_of_large_eps),
-    ),
     "SwiGLUPacked": (timm.layers.SwiGLUPacked, GluMlp, {}, dict(gate_last=False)),
     "SwiGLUPacked-no_bias": (
         timm.layers.SwiGLUPacked,
@@ -35,12 +28,7 @@ TIMM = {
         dict(gate_last=False, bias=False),
     ),
     "SwiGLU": (timm.layers.SwiGLU, SwiGLU, dict(align_to=6), dict(align_to=6)),  # as it is
-    "SwiGLU-norm-align8": (
-        timm.layers.SwiGLU,
-        SwiGLU,
-        dict(norm_layer=norm_of_large_eps, align_to=8),
-        dict(norm_layer=norm_of_large_eps, align_to=8),
-    ),
+    "SwiGLU-align8": (timm.layers.SwiGLU, SwiGLU, dict(align_to=8), dict(align_to=8)),
 }
 
 
@@ -105,7 +93,7 @@ def test_timm_on_the_torch_backend_in_float64(what, training):
         torch.testing.assert_close(results[1][name], wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("what", ["GluMlp", "SwiGLUPacked", "SwiGLU-norm-align8"])
+@pytest.mark.parametrize("what", ["GluMlp", "SwiGLUPacked", "SwiGLU-align8"])
 def test_layers_that_are_watched_are_called(what):
     """With a hook on each layer: the same numbers, and every hook runs."""
     _, own = _pair(what)
@@ -147,7 +135,7 @@ def test_a_dropout_at_rest_leaves_one_op(kind):
 
 
 def test_dropout_is_timms():
-    host, own = _pair("GluMlp-norm")
+    host, own = _pair("GluMlp")
     own.drop.p = 0.5
     host.drop1.p = host.drop2.p = 0.5
     x = rand(2, 9, C)
@@ -216,11 +204,9 @@ def test_models_take_timms_names():
     arguments = dict(img_size=16, patch_size=8, embed_dim=C, depth=1, num_heads=3, num_classes=2)
     packed = VisionTransformer(**arguments, mlp_layer="SwiGLUPacked", act_layer="silu")
     assert packed.blocks[0].mlp.fc1.out_features == 4 * C and not packed.blocks[0].mlp.gate_last
-    separate = VisionTransformer(
-        **arguments, mlp_layer="SwiGLU", act_layer="silu", scale_mlp_norm=True, norm_eps=1e-5
-    )
+    separate = VisionTransformer(**arguments, mlp_layer="SwiGLU", act_layer="silu")
     mlp = separate.blocks[0].mlp
-    assert mlp.norm.eps == 1e-5 and mlp.fc1_g.out_features == 4 * C
+    assert mlp.fc1_g.out_features == 4 * C
     assert mlp.fc1_g.bias.eq(1).all() and mlp.fc1_g.weight.abs().max() < 1e-4  # timm's
 
 
@@ -230,21 +216,10 @@ def test_models_take_timms_names():
         (ValueError, "GluMlp: hidden_features must be even", lambda: GluMlp(8, 7)),
         (ValueError, "GluMlp: act_layer must be one of", lambda: GluMlp(8, 6, "relu")),
         (TypeError, "SwiGLU: act_layer must be one of", lambda: SwiGLU(8, 6, None)),
-        (TypeError, "SwiGLU: norm_layer must be None or a class", lambda: SwiGLU(8, 6, "silu", 3)),
         (TypeError, "SwiGLU: align_to must be an int", lambda: SwiGLU(8, 6, align_to=8.0)),
         (TypeError, "GluMlp: gate_last must be True or False", lambda: GluMlp(8, 6, gate_last=1)),
         (ValueError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer="swiglu")),
         (TypeError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer=SwiGLU)),
-        (
-            ValueError,
-            "Block: scale_mlp_norm needs a gated mlp_layer",
-            lambda: Block(8, 1, scale_mlp_norm=True),
-        ),
-        (
-            TypeError,
-            "Block: scale_mlp_norm must be True or False",
-            lambda: Block(8, 1, mlp_layer="SwiGLU", scale_mlp_norm=1),
-        ),
     ],
 )
 def test_rejects(error, message, make):

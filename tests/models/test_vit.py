@@ -231,9 +231,8 @@ TIMM: dict[str, tuple[dict, dict, dict]] = {
     "avg-pool_include_prefix": (dict(global_pool="avg", pool_include_prefix=True), {}, {}),
     "token-fc_norm": (dict(fc_norm=True), {}, {}),
     "no_pool": (dict(global_pool=""), {}, {}),
-    "no_final_norm": (dict(final_norm=False), {}, {}),
     "init_values": (dict(init_values=0.1), {}, {}),
-    "no_biases": (dict(qkv_bias=False, proj_bias=False), {}, {}),
+    "no_biases": (dict(qkv_bias=False), {}, {}),
     "27x45": (dict(img_size=(27, 45)), {}, {}),  # a remainder of 3 rows and 5 columns
     "patch8x4-in_chans1": (dict(patch_size=(8, 4), in_chans=1), {}, {}),
     "attn_head_dim24": ({}, dict(attn_layer=WideAttention), dict(attn_head_dim=24)),
@@ -244,13 +243,13 @@ TIMM: dict[str, tuple[dict, dict, dict]] = {
         dict(mlp_layer=SwiGLUPacked),
         dict(mlp_layer="SwiGLUPacked"),
     ),
-    "GluMlp-gelu-no_biases": (
-        dict(mlp_ratio=2.0, proj_bias=False),
+    "GluMlp-gelu": (
+        dict(mlp_ratio=2.0),
         dict(mlp_layer=GluMlp),
         dict(mlp_layer="GluMlp"),
     ),
-    "SwiGLU-scale_mlp_norm-init_values": (
-        dict(mlp_ratio=2.7, act_layer="silu", scale_mlp_norm=True, init_values=0.1),
+    "SwiGLU-init_values": (
+        dict(mlp_ratio=2.7, act_layer="silu", init_values=0.1),
         dict(mlp_layer=SwiGLU),
         dict(mlp_layer="SwiGLU"),
     ),
@@ -305,7 +304,7 @@ def test_features_and_head_are_timms(what):
     torch.testing.assert_close(model.head(pooled), model(images))
 
 
-GATES = ("SwiGLUPacked", "GluMlp-gelu-no_biases", "SwiGLU-scale_mlp_norm-init_values")
+GATES = ("SwiGLUPacked", "GluMlp-gelu", "SwiGLU-init_values")
 
 
 @pytest.mark.parametrize("what", ["reg4", "pre_norm-eps1e-5-quick_gelu", *GATES])
@@ -325,7 +324,7 @@ def test_initial_weights_are_timms(what):
 def test_initial_weights_that_timms_vit_has_not():
     """The same rule for them: 0.02 and zero biases, for queries and values apart too."""
     model = VisionTransformer(
-        **SMALL, key_bias=False, rope_type="cat", qk_norm=True, representation_size=64
+        **SMALL, key_bias=False, rope_type="dinov3", qk_norm=True, representation_size=64
     )
     names = {n.rpartition("blocks.0.")[2] for n, _ in model.named_parameters()}
     assert names >= {"attn.q_bias", "attn.v_bias", "attn.q_norm.weight", "pre_logits.fc.weight"}
@@ -553,7 +552,6 @@ def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
         init_values=0.1,
         pre_norm=fix_init,
         qkv_bias=not fix_init,
-        proj_bias=not fix_init,
     )
     model = VisionTransformer(**options, mlp_layer=mlp_layer.__name__)
     wanted = timm.models.VisionTransformer(**options, mlp_layer=mlp_layer).state_dict()

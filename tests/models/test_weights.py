@@ -449,7 +449,6 @@ def test_old_timm_pre_logits():
         ("blocks.0.mlp", {"w1": "fc1_g", "w2": "fc1_x", "w3": "fc2"}),  # DINOv3's own
         ("encoder.layer.0.mlp", {"weights_in": "fc1", "weights_out": "fc2"}),  # transformers' v2
         ("layer.0.mlp", {"gate_proj": "fc1_g", "up_proj": "fc1_x", "down_proj": "fc2"}),  # v3
-        ("layers.0.ffn", {"gate_proj": "fc1_g", "up_proj": "fc1_x", "down_proj": "fc2"}),  # AIMv2
         ("layer.0.mlp", {"up_proj": "fc1", "down_proj": "fc2"}),  # without a gate
     ],
 )

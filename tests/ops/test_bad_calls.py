@@ -459,38 +459,6 @@ def _rows() -> list[Bad]:
         add(embed, "keep", keep, ValueError, r"must have shape \(2, K\), 1 <= K <= 2 patches, got")
     keep = torch.zeros(2, 1, dtype=torch.int64, device="meta")
     add(embed, "keep", keep, ValueError, "must be on .*, got meta")
-    pixels = torch.zeros(2, 3, 8, 4, dtype=torch.uint8, device=DEVICE)
-    good: Any = dict(images=pixels, mean=(0.5,) * 3, std=(0.2,) * 3)
-
-    def numbers(argument, value, error, message, names=""):
-        add(
-            embed,
-            argument,
-            value,
-            error,
-            message,
-            names,
-            **{k: v for k, v in good.items() if k != argument},
-        )
-
-    add(
-        embed,
-        "mean",
-        [0.5] * 3,
-        TypeError,
-        "must be uint8 with mean and std, got torch.float32",
-        "images",
-        std=[0.2] * 3,
-    )
-    for name in ("mean", "std"):
-        numbers(name, None, ValueError, f"go together, got {name}=None", "mean and std")
-        for value in (0.5, "0.5", torch.ones(3)):
-            numbers(name, value, TypeError, "must be a tuple or list of numbers, got")
-        for value in ([0.5, 0.5], [0.5] * 4):
-            numbers(name, value, ValueError, "must have 3 numbers, one a channel, got [24]")
-        numbers(name, ["1", "1", "1"], TypeError, "must be a number, got")
-        numbers(name, [0.5, nan, 0.5], ValueError, "must be finite.*, got nan")
-    numbers("std", [0.5, 0.0, 0.5], ValueError, "must be finite and above 0, got 0.0")
     return cases
 
 

@@ -10,7 +10,7 @@ import torch
 from numerics import DEVICE, rand
 from torch import nn
 
-from fastvit_kernels import LayerNorm, Mlp, backend
+from fastvit_kernels import Mlp, backend
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.weights.names import to_timm
@@ -104,11 +104,7 @@ def _kernels(model) -> set[str]:
         kernels -= {"qkv_projection_fwd", "attention_fwd"}
         kernels -= {"attention_and_bias_bwd", "attention_bwd"}
         kernels |= {"rope_attention_fwd", "rope_attention_bwd"}
-    if not isinstance(block.norm1, LayerNorm):
-        kernels = kernels - {"layer_norm_fwd", "layer_norm_bwd"} | {"rms_norm_fwd", "rms_norm_bwd"}
     if model.num_prefix_tokens == 0 and model.pos_embed is None:
-        kernels -= {"patch_embed_bwd_tokens"}
-    if not isinstance(model.patch_embed.norm, nn.Identity):
         kernels -= {"patch_embed_bwd_tokens"}
     return kernels
 

@@ -207,7 +207,6 @@ def _patch_fuzz(pick: Pick) -> dict[str, Any]:
         given=("prefix_tokens",),
         kept=pick(0, pick.integer(1, num_patches)),
         index=pick(torch.int64, torch.int32),
-        uint8=pick(False, False, True),
     )
 
 

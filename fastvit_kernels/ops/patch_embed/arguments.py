@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import check_dense, check_device, check_number, check_shape, check_tensor
+from ...runtime.arguments import check_dense, check_device, check_shape, check_tensor
 from ...runtime.dtypes import DTYPE_NAMES
 
 OP = "patch_embed"
@@ -22,11 +20,10 @@ def check_call(
     prefix_tokens: Tensor | None,
     pos_embed: Tensor | None,
     keep: Tensor | None,
-    mean: Any,
-    std: Any,
 ) -> str | None:
     """Raise on bad arguments; return what the kernels cannot do, if anything."""
-    _check_images(images, mean, std)
+    check_dense(OP, "images", images)
+    check_tensor(OP, "images", images)
     check_dense(OP, "weight", weight)
     check_tensor(OP, "weight", weight, ndim=5 if weight.ndim == 5 else 4)
     check_device(OP, "weight", weight, images)
@@ -64,27 +61,9 @@ def check_call(
             )
     if keep is not None:
         _check_keep(keep, images, num_patches)
-    if mean is not None:
-        check_statistics(OP, mean, std, channels)
-    tensors = (images if mean is None else None, weight, bias, prefix_tokens, pos_embed)
+    tensors = (images, weight, bias, prefix_tokens, pos_embed)
     dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in DTYPE_NAMES]
     return f"there is no kernel for {dtypes[0]}" if dtypes else None
-
-
-def _check_images(images: Tensor, mean: Any, std: Any) -> None:
-    """Check that images are floating point, or uint8 with mean and std."""
-    if mean is None and std is None:
-        check_dense(OP, "images", images)
-        if images.dtype is torch.uint8:
-            raise TypeError(
-                f"{OP}: images must be floating point, got torch.uint8 without mean, std"
-            )
-        check_tensor(OP, "images", images)
-        return
-    check_pair(OP, mean, std)
-    check_dense(OP, "images", images)
-    if images.dtype is not torch.uint8:
-        raise TypeError(f"{OP}: images must be uint8 with mean and std, got {images.dtype}")
 
 
 def _check_tokens(name: str, x: Tensor, C: int, images: Tensor) -> None:
@@ -109,31 +88,6 @@ def _check_keep(keep: Tensor, images: Tensor, num_patches: int) -> None:
             f"got {tuple(keep.shape)}"
         )
     check_device(OP, "keep", keep, images)
-
-
-def check_statistics(op: str, mean: Any, std: Any, channels: int) -> None:
-    """Check that both have a finite number for each channel, those of std above 0."""
-    for name, numbers in (("mean", mean), ("std", std)):
-        if not isinstance(numbers, tuple):
-            raise TypeError(
-                f"{op}: {name} must be a tuple or list of numbers, got {type(numbers).__name__}"
-            )
-        if len(numbers) != channels:
-            raise ValueError(
-                f"{op}: {name} must have {channels} numbers, one a channel, got {len(numbers)}"
-            )
-        for number in numbers:
-            check_number(op, name, number)
-            if name == "std":
-                least = sys.float_info.min
-                check_number(op, name, number, least, wanted="finite and above 0")
-
-
-def check_pair(op: str, mean: Any, std: Any) -> None:
-    """Check that both are given or neither."""
-    if (mean is None) != (std is None):
-        missing = "mean" if mean is None else "std"
-        raise ValueError(f"{op}: mean and std go together, got {missing}=None")
 
 
 def check_kept(keep: Tensor, num_patches: int) -> None:

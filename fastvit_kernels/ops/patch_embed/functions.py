@@ -6,7 +6,7 @@
 k = (channel, row, column) runs over the pixels of one patch, p = (patch row, patch column) over the
 patches of one image, and pixel[b, p, k] is read where it lies: there is no unfolded copy. Of a
 video, k has a frame before its row and p a patch frame before its patch row. p = i, or keep[b, i]
-under a list of patches to keep. A uint8 pixel is (byte / 255 - mean) / std of its channel.
+under a list of patches to keep.
 
     dweight[c, k]      = sum_{b,i} dout[b, n+i, c] pixel[b, p, k]
     dimages[b, (p, k)] = sum_c dout[b, n+i, c] weight[c, k]        a pixel lies in one patch only
@@ -14,10 +14,10 @@ under a list of patches to keep. A uint8 pixel is (byte / 255 - mean) / std of i
     dbias[c]           = sum_p dtoken[n+p, c]
 
 Saved: images where weight needs a gradient, weight where images do, keep.
-Precision: pixels, weight and dout are cast to the compute dtype at the load, a byte after it is
-normalised in fp32; fp32 accumulators start from bias, prefix and position, summed once for all
-images in fp32, and one rounding to the result's dtype follows. dweight in fp32 partials, one a row
-range, summed in a fixed order. No atomics.
+Precision: pixels, weight and dout are cast to the compute dtype at the load; fp32 accumulators
+start from bias, prefix and position, summed once for all images in fp32, and one rounding to the
+result's dtype follows. dweight in fp32 partials, one a row range, summed in a fixed order. No
+atomics.
 Operators: launch.py. Kernels: kernels.py. Source: arXiv:2010.11929, section 3.1; lists of patches:
 arXiv:2111.06377; videos: arXiv:2203.12602. Derivation: docs/patch_embed.md.
 """
@@ -25,7 +25,6 @@ arXiv:2111.06377; videos: arXiv:2203.12602. Derivation: docs/patch_embed.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,18 +45,6 @@ from .launch import (
 )
 
 
-def normalised_pixels(
-    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
-) -> Tensor:
-    """(images / 255 - mean) / std by channel: fp32, or float64 where dtype is, cast to dtype."""
-    wide = torch.promote_types(dtype, torch.float32)
-    shape = (-1, *[1] * (images.ndim - 2))
-    mean_, std_ = (
-        torch.tensor(x, dtype=wide, device=images.device).view(shape) for x in (mean, std)
-    )
-    return ((images.to(wide) / 255 - mean_) / std_).to(dtype)
-
-
 def patch_embed_ref(
     images: Tensor,
     weight: Tensor,
@@ -65,12 +52,8 @@ def patch_embed_ref(
     prefix_tokens: Tensor | None = None,
     pos_embed: Tensor | None = None,
     keep: Tensor | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
 ) -> Tensor:
-    """The specification of `patch_embed`: normalise, conv, cat, add, gather."""
-    if mean is not None and std is not None:
-        images = normalised_pixels(images, mean, std, weight.dtype)
+    """The specification of `patch_embed`: conv, cat, add, gather."""
     conv = F.conv3d if images.ndim == 5 else F.conv2d
     x = conv(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
     num_patches = x.shape[1]
@@ -94,8 +77,6 @@ class PatchEmbedSpec(NamedTuple):
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     out_dtype: torch.dtype
-    scales: list[float] | None  # of each channel of uint8 images: scale * byte + offset
-    offsets: list[float] | None
     images_dtype: torch.dtype
     weight_dtype: torch.dtype
     dtypes: tuple[torch.dtype | None, ...]  # of bias, prefix_tokens, pos_embed
@@ -124,8 +105,6 @@ class PatchEmbedFunction(torch.autograd.Function):
             prefix_tokens,
             pos_embed,
             keep,
-            spec.scales,
-            spec.offsets,
             spec.out_dtype,
         )
 
@@ -148,8 +127,6 @@ class PatchEmbedFunction(torch.autograd.Function):
                 images,
                 patch,
                 keep,
-                spec.scales,
-                spec.offsets,
                 spec.dtype,
                 spec.weight_dtype,
             )
@@ -170,9 +147,6 @@ class PatchEmbedFunction(torch.autograd.Function):
 apply_patch_embed = differentiable(PatchEmbedFunction)
 
 
-Numbers = tuple[float, ...]
-
-
 @cached_dispatch
 def _decide(
     images: Tensor,
@@ -181,19 +155,11 @@ def _decide(
     prefix_tokens: Tensor | None,
     pos_embed: Tensor | None,
     keep: Tensor | None,
-    mean: Numbers | None,
-    std: Numbers | None,
 ) -> PatchEmbedSpec:
     """Check the arguments; what runs, and in which dtypes."""
-    unsupported = check_call(images, weight, bias, prefix_tokens, pos_embed, keep, mean, std)
+    unsupported = check_call(images, weight, bias, prefix_tokens, pos_embed, keep)
     inputs = (weight, images, bias, prefix_tokens, pos_embed)
-    if mean is None or std is None:
-        scales = offsets = None
-        dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
-    else:
-        scales = [1 / (255 * s) for s in std]
-        offsets = [-m / s for m, s in zip(mean, std, strict=True)]
-        dtype = compute_dtype("patch_embed", weight=weight, bias=bias)
+    dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
     out_dtype = dtype
     for tokens in (prefix_tokens, pos_embed):
         out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
@@ -202,17 +168,10 @@ def _decide(
         needs_gradient=needs_gradient(*inputs),
         dtype=dtype,
         out_dtype=out_dtype,
-        scales=scales,
-        offsets=offsets,
         images_dtype=images.dtype,
         weight_dtype=weight.dtype,
         dtypes=tuple(None if x is None else x.dtype for x in inputs[2:]),
     )
-
-
-def as_numbers(x: Sequence[float] | None) -> Numbers | None:
-    """As a tuple, which `cached_dispatch` can remember."""
-    return tuple(x) if isinstance(x, list) else x  # type: ignore[return-value]
 
 
 def patch_embed(
@@ -223,8 +182,6 @@ def patch_embed(
     prefix_tokens: Tensor | None = None,
     pos_embed: Tensor | None = None,
     keep: Tensor | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
 ) -> Tensor:
     """Images to tokens: the patch convolution, prefix tokens before it, positions added.
 
@@ -233,7 +190,7 @@ def patch_embed(
 
     Args:
         images: (B, Cin, height, width), fp16, bf16 or fp32, any strides, read in place; or a video
-            (B, Cin, frames, height, width). uint8 with `mean` and `std`.
+            (B, Cin, frames, height, width).
         weight: (C, Cin, patch height, patch width), as Conv2d's with stride = kernel size; of a
             video (C, Cin, patch frames, patch height, patch width), as Conv3d's.
         bias: (C,) or None.
@@ -244,11 +201,9 @@ def patch_embed(
             the others are not read and their images' gradient is 0. A patch keeps its position.
             An index that is out of range gives a row of NaN; inside
             `runtime.values.checked_values()` it raises ValueError, and so does one listed twice.
-        mean, std: Cin numbers each, as torchvision's Normalize takes them: a byte becomes
-            (byte / 255 - mean) / std of its channel as it is read.
     Returns:
         (B, n + patches, C), or (B, n + K, C). Its dtype is the compute dtype (autocast's, else
-        that of images, or of weight where they are uint8) promoted with those of prefix_tokens and
+        that of images) promoted with those of prefix_tokens and
         pos_embed, as torch's cat and add promote.
     Precision: fp32 accumulators and epilogue, one rounding at the store; fp32 matmuls follow
         torch.get_float32_matmul_precision(). Gradients accumulate in fp32.
@@ -258,12 +213,11 @@ def patch_embed(
     Source: arXiv:2010.11929. Specification: patch_embed_ref. Derivation: docs/patch_embed.md.
     """
     inputs = (images, weight, bias, prefix_tokens, pos_embed, keep)
-    mean, std = as_numbers(mean), as_numbers(std)
-    spec = _decide(*inputs, mean, std)
+    spec = _decide(*inputs)
     if keep is not None and values_are_checked():
         check_kept(keep, math.prod(grid_of(images.shape, weight.shape[2:])))
     if spec.route is None:
-        return patch_embed_ref(*inputs, mean, std)
+        return patch_embed_ref(*inputs)
     if spec.needs_gradient:
         return apply_patch_embed[spec.route](*inputs, spec)
     return patch_embed_fwd[spec.route](
@@ -273,7 +227,5 @@ def patch_embed(
         prefix_tokens,
         pos_embed,
         keep,
-        spec.scales,
-        spec.offsets,
         spec.out_dtype,
     )

@@ -11,9 +11,7 @@ from ...runtime.triton import ANY_BATCH, tl, triton
 from .pixels import (
     Images,
     fenced,
-    is_normalised,
     kept_patches,
-    normalised,
     patch_offset,
     pixel_offset,
     split_rows,
@@ -70,8 +68,6 @@ def _patch_embed_fwd_kernel(
     stride_images_t,
     stride_images_h,
     stride_images_w,
-    scales,
-    offsets,
     CHANNELS: tl.constexpr,
     PATCH_T: tl.constexpr,
     PATCH_H: tl.constexpr,
@@ -147,10 +143,6 @@ def _patch_embed_fwd_kernel(
             weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_k[None, :], other=0.0)
             mask = mask_k[:, None] & mask_patch
             pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, FENCE)
-        if is_normalised(images_ptr):
-            channel = k // AREA if AREA % BLOCK_K == 0 else (offs_k // AREA)[:, None]
-            pixels = normalised(pixels, channel, scales, offsets, CHANNELS)
-            pixels = tl.where(mask_patch, pixels, 0.0)  # a prefix row has none
         # Images are often fp32 under autocast: this cast replaces a pass over them.
         acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
 
@@ -180,8 +172,6 @@ def _patch_embed_bwd_weight_kernel(
     stride_images_t,
     stride_images_h,
     stride_images_w,
-    scales,
-    offsets,
     CHANNELS: tl.constexpr,
     PATCH_T: tl.constexpr,
     PATCH_H: tl.constexpr,
@@ -245,9 +235,6 @@ def _patch_embed_bwd_weight_kernel(
             pixel_ptrs = images_ptr + offs_patch[:, None] + offs_pixel[None, :]
             mask = mask_m[:, None] & mask_k[None, :]
             pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, FENCE)
-            if is_normalised(images_ptr):  # in rows of dout that are 0 its value is no matter
-                channel = (offs_k // AREA)[None, :]
-                pixels = normalised(pixels, channel, scales, offsets, CHANNELS)
             left, right = dout.to(COMPUTE_DTYPE), pixels.to(COMPUTE_DTYPE)
         acc = tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
     dweight_ptr += split * C * K

@@ -96,8 +96,6 @@ def _fwd_plan(
     num_prefix: int,
     num_pos: int | None,
     num_kept: int | None,
-    scales: tuple[float, ...] | None,
-    offsets: tuple[float, ...] | None,
 ) -> FwdPlan:
     """images, weight: their shapes."""
     C, channels, *patch = weight
@@ -138,8 +136,6 @@ def _fwd_plan(
         num_patches,
         *grid[-2:],
         *_strides(strides),
-        scales,
-        offsets,
         CHANNELS=channels,
         **_patch_constants(patch),
         ALIGN=_alignment(strides, patch[-1]),
@@ -165,13 +161,11 @@ def patch_embed_fwd(
     prefix_tokens: Tensor | None,
     pos_embed: Tensor | None,
     keep: Tensor | None,
-    scales: Sequence[float] | None,
-    offsets: Sequence[float] | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """images by any strides -> tokens (B, T, C) in out_dtype, computed in weight's dtype.
 
-    keep: (B, K) patches, or None for all. scales, offsets: of each channel of uint8 images.
+    keep: (B, K) patches, or None for all.
     """
     C = weight.shape[0]
     shape, tokens, add, launch = _fwd_plan(
@@ -186,8 +180,6 @@ def patch_embed_fwd(
         0 if prefix_tokens is None else prefix_tokens.shape[-2],
         None if pos_embed is None else pos_embed.shape[-2],
         None if keep is None else keep.shape[1],
-        None if scales is None else tuple(scales),
-        None if offsets is None else tuple(offsets),
     )
     out = images.new_empty(shape, dtype=out_dtype)
     if launch is None:
@@ -216,8 +208,6 @@ def patch_embed_bwd_weight(
     images: Tensor,
     patch: Sequence[int],
     keep: Tensor | None,
-    scales: Sequence[float] | None,
-    offsets: Sequence[float] | None,
     compute_dtype: torch.dtype,
     weight_dtype: torch.dtype,
 ) -> Tensor:
@@ -251,8 +241,6 @@ def patch_embed_bwd_weight(
     launch = bind_launch(
         kernels._patch_embed_bwd_weight_kernel,
         (tiles, splits),
-        None if scales is None else tuple(scales),
-        None if offsets is None else tuple(offsets),
         CHANNELS=images.shape[1],
         **_patch_constants(patch),
         ALIGN=align,

@@ -84,19 +84,3 @@ def pixel_offset(
         offset += (channel % PATCH_T).to(tl.int64) * images.stride_t
         channel = channel // PATCH_T
     return tl.multiple_of(offset + channel.to(tl.int64) * images.stride_c, ALIGN)
-
-
-@triton.constexpr_function
-def is_normalised(images_ptr) -> bool:
-    """Whether the images are uint8, to be normalised as they are read."""
-    return images_ptr.dtype.element_ty == tl.uint8
-
-
-@triton.jit
-def normalised(pixels, channel, scales, offsets, CHANNELS: tl.constexpr):
-    """fp32 scale * pixel + offset, those of its channel: (pixel / 255 - mean) / std."""
-    scale, offset = scales[0], offsets[0]
-    for c in tl.static_range(1, CHANNELS):
-        scale = tl.where(channel == c, scales[c], scale)
-        offset = tl.where(channel == c, offsets[c], offset)
-    return pixels.to(tl.float32) * scale + offset

@@ -11,8 +11,8 @@ from ...ops.patch_embed.functions import patch_embed, patch_embed_ref
 from ..op import Arg, Example, Op, Shape, Sizes, Whole
 from .arguments import MATRIX, OPERAND
 
-# Besides what every call has, sizes may say `kept`, how many patches of an image are listed, and
-# `uint8`. A grid and a patch of three axes are a video's.
+# Besides what every call has, sizes may say `kept`, how many patches of an image are listed.
+# A grid and a patch of three axes are a video's.
 
 
 def patch_sizes(v: Sizes, prefix: int = 1) -> dict[str, Any]:
@@ -45,18 +45,7 @@ def _patch_shapes(s: Any) -> dict[str, Shape]:
 
 def _patch_integers(s: Any) -> dict[str, Whole]:
     keep = Whole(getattr(s, "index", torch.int64), math.prod(s.grid), distinct=True)
-    images = {"images": Whole(torch.uint8, 256)} if getattr(s, "uint8", False) else {}
-    return {"keep": keep, **images}
-
-
-def _patch_settings(s: Any) -> dict[str, Any]:
-    """Another mean and std for each channel."""
-    if not getattr(s, "uint8", False):
-        return {}
-    return dict(
-        mean=tuple(0.3 + 0.1 * i for i in range(s.channels)),
-        std=tuple(0.3 - 0.03 * i for i in range(s.channels)),
-    )
+    return {"keep": keep}
 
 
 def _patch_check(v: Sizes) -> list[Example]:
@@ -64,7 +53,6 @@ def _patch_check(v: Sizes) -> list[Example]:
     kept = max(1, math.prod(sizes["grid"]) // 4)
     return [
         Example(sizes),
-        Example(sizes | dict(uint8=True), "uint8"),
         Example(sizes | dict(kept=kept), "kept patches"),
         Example(
             sizes | dict(grid=(2, *sizes["grid"]), patch=(2, *sizes["patch"]), kept=kept), "video"
@@ -84,7 +72,6 @@ PATCH_EMBED = Op(
         "keep": Arg(grad=False, trained=False, usual=False),
     },
     shapes=_patch_shapes,
-    settings=_patch_settings,
     integers=_patch_integers,
     at=patch_sizes,
     check=_patch_check,
