@@ -330,18 +330,19 @@ def test_what_a_compiler_is_given_is_one_graph(name, monkeypatch):
     torch.testing.assert_close(whole(**given), reference(**given))
 
 
-def test_every_provider_has_the_precision_of_the_yardstick(monkeypatch):
+def test_every_provider_has_the_precision_of_the_yardstick():
     """cuDNN's own default is TF32: eager patch_embed in fp32 would break the 2x rule."""
     seen = set()
 
     def noted(x, weight, bias):
-        seen.add(torch.backends.cudnn.allow_tf32)
+        seen.add(torch.backends.cudnn.conv.fp32_precision)
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
 
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    convolutions = torch.backends.cudnn.conv
+    assert convolutions.fp32_precision == "tf32"
     op = with_provider(OPS["layer_norm"], plain("noted", noted))
     list(measure_op(op, TINY, "fp32", ("fwd",), ("noted",), bench()))
-    assert seen == {False} and torch.backends.cudnn.allow_tf32
+    assert seen == {"ieee"} and convolutions.fp32_precision == "tf32"
 
 
 def test_donated_buffers_are_off_for_timed_backwards_alone():

@@ -23,7 +23,7 @@ from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -377,6 +377,21 @@ release_pool: Any = _find("torch:_C._cuda_releasePool", gone=lambda device, pool
 torch_sdpa: Callable[..., Tensor] = _find(
     "torch:_C._nn.scaled_dot_product_attention", gone=F.scaled_dot_product_attention
 )
+
+# torch's precision of a backend's fp32 operations, by whichever switch it was set. Gone: the public
+# attribute, which reads the same. torch.get_float32_matmul_precision() and allow_tf32 raise once
+# the switches named fp32_precision disagree with the older ones (pytorch #189955).
+_fp32_precision: Callable[[str, str], str] = _find(
+    "torch:_C._get_fp32_precision_getter",
+    gone=lambda backend, operation: torch.backends.cuda.matmul.fp32_precision,
+    tried=("cuda", "matmul"),
+)
+
+
+def matmul_precision() -> Literal["ieee", "tf32"]:
+    """How torch multiplies fp32 matrices on a GPU now, and how our kernels do. Never raises."""
+    return "tf32" if _fp32_precision("cuda", "matmul") == "tf32" else "ieee"
+
 
 # What it calls, forward and backward, and which of them it would take, a number of SDPBackend.
 # Gone: None and -1, and no attention takes the library's route there.

@@ -17,10 +17,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..runtime.compat import matmul_precision
 from .orders import AnotherOrder
 
 FLOOR_EPS = 2.0
@@ -190,12 +192,13 @@ def _run(
 def convolutions_like_matmuls() -> Iterator[None]:
     """Inside, cuDNN takes TF32 only where fp32 products may: its own default would, and the
     yardstick's error, so the limit, would be that of TF32."""
-    former = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    convolutions: Any = torch.backends.cudnn.conv  # its allow_tf32 raises where switches disagree
+    former = convolutions.fp32_precision
+    convolutions.fp32_precision = matmul_precision()
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = former
+        convolutions.fp32_precision = former
 
 
 def _named(outputs: tuple[Tensor, ...], grads: Inputs) -> Tensors:

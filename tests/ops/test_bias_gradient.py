@@ -11,8 +11,8 @@ from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention import functions
 from fastvit_kernels.ops.attention.backward_bias import bias_launch
 from fastvit_kernels.ops.attention.functions import attention_ref
-from fastvit_kernels.ops.common.gemm import input_precision
 from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.compat import matmul_precision
 
 
 def _inputs(B: int, H: int, T: int, D: int, mask: tuple[int, ...], dtype=torch.float32, S=None):
@@ -71,7 +71,7 @@ def test_bias_gradient_in_several_programs_is_the_same_twice():
     inputs = _packed(9, 20, 2, 16, (2, 20, 20))
     _check_packed(inputs)
     q = inputs["qkv"].select(2, 0)
-    fields = q.dtype, q.shape, 20, "add", False, input_precision()
+    fields = q.dtype, q.shape, 20, "add", False, matmul_precision()
     assert bias_launch(gpu(DEVICE), 1, 2, *fields).parts == 3
     upstream = rand(9, 20, 2, 16, seed=7, grad=False)
     first, second = (

@@ -5,7 +5,7 @@ from torch import library
 
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
-from fastvit_kernels.ops.common.gemm_configs import TILE_FP32, forced_route
+from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.runtime.backend import backend
 
@@ -211,14 +211,6 @@ def test_linear_backward_inside_autocast_stays_fp32():
     with torch.autocast(DEVICE.type, dtype=bf16):
         inside = torch.autograd.grad(y, wanted, rand(*y.shape, seed=9, grad=False))
     assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
-
-
-def test_linear_fp32_follows_the_matmul_precision(monkeypatch):
-    a, b = rand(8, 16, grad=False), rand(16, 8, grad=False)
-    for precision, expected in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
-        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda p=precision: p)
-        plan = gemm.tile_plan(TILE_FP32, a, b)
-        assert plan.options["INPUT_PRECISION"] == expected
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])

@@ -140,7 +140,7 @@ def store(
 
 
 _products: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # ids of two types -> both, product's
-_PRECISIONS = (None, "tf32", "tf32x3", "ieee")
+_PRECISIONS = ("tf32", "tf32x3", "ieee")
 _ZERO = interpreter.TensorHandle(_shared(np.zeros((1, 1), np.float32)), tl.float32)
 
 
@@ -171,10 +171,10 @@ def dot(
         if (
             type is not None
             and (acc is None or (acc.__class__ is Tensor and acc.type is type))
-            and unwrap(input_precision) in _PRECISIONS
+            and (precision := unwrap(input_precision)) in _PRECISIONS
         ):
             sum = _ZERO if acc is None else acc.handle
-            return Tensor(_builder.create_dot(input.handle, other.handle, sum, None, 0), type)
+            return Tensor(_builder.create_dot(input.handle, other.handle, sum, precision, 0), type)
     return _slow[dot](input, other, acc, input_precision, *args, _semantic=_semantic, **kwargs)
 
 

@@ -4,8 +4,9 @@ Its interpreter (3.5 to 3.9) holds bf16 as uint16; its dot multiplies those raw 
 fp32 -> bf16 cast truncates where the hardware rounds to nearest even. Both are replaced here by
 what the hardware does. Its dot in fp32 is NumPy's, whose order of sums is that of the CPU's BLAS
 and may differ between the rows of one tile, which no GPU does: products of a tile are summed in
-float64 here and rounded once. A masked load without `other` gives zeros there and whatever a
-register held on a GPU: here it gives NaN, of integers 1, which is a place like any other.
+float64 here and rounded once; the 13 lowest bits of tf32 operands, which its dot keeps, are cut. A
+masked load without `other` gives zeros there and whatever a register held on a GPU: here it gives
+NaN, of integers 1, which is a place like any other.
 """
 
 from __future__ import annotations
@@ -42,8 +43,15 @@ def _as_float64(handle) -> np.ndarray:
     return data.astype(np.float64)
 
 
+def _operand(handle, input_precision) -> np.ndarray:
+    if handle.dtype.scalar == tl.float32 and str(input_precision).split(".")[-1].lower() == "tf32":
+        return (handle.data.view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64)
+    return _as_float64(handle)
+
+
 def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    product = np.matmul(_as_float64(a), _as_float64(b)).astype(d.data.dtype)
+    product = np.matmul(_operand(a, input_precision), _operand(b, input_precision))
+    product = product.astype(d.data.dtype)
     return _TensorHandle(product + d.data, d.dtype.scalar)
 
 

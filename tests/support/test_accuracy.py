@@ -79,23 +79,25 @@ def test_shapes_must_agree():
         measure("x", torch.ones(2), torch.ones(3), torch.ones(3), torch.float32)
 
 
-@pytest.mark.parametrize(("precision", "tf32"), [("highest", False), ("high", True)])
-def test_the_yardstick_convolves_as_fp32_products_do(monkeypatch, precision, tf32):
+@pytest.mark.parametrize(("precision", "other"), [("ieee", "tf32"), ("tf32", "ieee")])
+def test_the_yardstick_convolves_as_fp32_products_do(precision, other):
     """cuDNN takes TF32 by default, which would make the limit of a convolution that of TF32."""
     seen = []
 
     def reference(x):
-        seen.append(torch.backends.cudnn.allow_tf32)
+        seen.append(torch.backends.cudnn.conv.fp32_precision)
         return x * 2.0
 
-    former = torch.get_float32_matmul_precision()
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
+    convolutions = torch.backends.cudnn.conv
+    former = convolutions.fp32_precision
     try:
-        torch.set_float32_matmul_precision(precision)
+        convolutions.fp32_precision = other
+        torch.backends.cuda.matmul.fp32_precision = precision
         Reference(reference, {"x": torch.ones(3, requires_grad=True)})
+        assert set(seen) == {precision} and convolutions.fp32_precision == other
     finally:
-        torch.set_float32_matmul_precision(former)
-    assert set(seen) == {tf32} and torch.backends.cudnn.allow_tf32 is not tf32
+        convolutions.fp32_precision = former
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def _judged(error, *yardsticks):

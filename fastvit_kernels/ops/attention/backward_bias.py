@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ...runtime.backend import Gpu, gpu
+from ...runtime.compat import matmul_precision
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
-from ..common.gemm import TMA_ARCHS, input_precision
+from ..common.gemm import TMA_ARCHS
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
 from .launch import Problem, dropout_arguments, mask_kind, mask_layout, mask_strides, padded_rows
@@ -298,7 +299,7 @@ def launch_bias_grad(
         k.shape[1],
         mask_kind(layout, False, False),
         seed is not None,
-        input_precision(),
+        matmul_precision(),
     )
     partial = dbias
     if parts > 1:

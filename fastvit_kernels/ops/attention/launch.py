@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...runtime.arguments import empty, empty_strided, is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
+from ...runtime.compat import matmul_precision
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import VERSION, bind_launch, triton
 from ...runtime.values import bits_must_repeat
-from ..common.gemm import input_precision, needs_fence
+from ..common.gemm import needs_fence
 from . import configs
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -295,14 +296,13 @@ class Layouts(NamedTuple):
     is_packed: bool
     scale: float
     dropout_p: float
-    precision: str  # torch's switch for fp32 products
+    precision: str  # of fp32 products, "ieee" or "tf32"
 
     def problem(self) -> tuple[Any, ...]:
         """The fields of `Problem`."""
         kind = mask_kind(self.mask, self.is_causal, self.is_packed)
-        precision = "ieee" if self.precision == "highest" else "tf32"
         has_dropout = self.dropout_p > 0
-        return self.gpu, self.dtype, self.shape, self.T_kv, kind, has_dropout, precision
+        return self.gpu, self.dtype, self.shape, self.T_kv, kind, has_dropout, self.precision
 
     def last_arguments(self, has_mask: bool) -> tuple[Any, ...]:
         """A kernel's last: strides by sample, token and head, of the mask, scale, dropout. The
@@ -457,7 +457,7 @@ def launch_fwd(
     packing: with it B is 1, and there is no mask.
     """
     q, k, v = qkv
-    device, precision = gpu(q.device), torch.get_float32_matmul_precision()
+    device, precision = gpu(q.device), matmul_precision()
     if packing is not None:
         out = q.new_empty(q.shape)
         lse = empty_rows(out, packing)
@@ -515,7 +515,7 @@ def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     they would halve the warps."""
     if has_dropout:
         return 0
-    problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, input_precision()
+    problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, matmul_precision()
     if of_qkv and _is_in_turns(*problem):
         return 8 * q.shape[0]
     one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
@@ -573,7 +573,7 @@ def launch_bwd(
         packing is not None,
         scale,
         dropout_p,
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
     )
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +21,13 @@ from torch import Tensor
 
 from ...runtime.arguments import is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
-from ...runtime.compat import is_autocast_on
+from ...runtime.compat import is_autocast_on, matmul_precision
 from ...runtime.configs import launch_plan
 from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
 from .gemm_configs import TMA_ARCHS, GemmConfig, gemm_key, triton_tile
 
 # row blocks that are walked together, so that L2 keeps their columns of b
 GROUP_M = 8
-
-
-def input_precision() -> Literal["ieee", "tf32"]:
-    """How tl.dot multiplies fp32 tiles: by torch's own switch. 16-bit tiles do not look at it."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 UNFENCED = HAS_TRITON and not INTERPRETED and VERSION < (3, 7, 1)
@@ -185,8 +180,7 @@ def tile_plan(
     (M, K), N = a.shape, b.shape[1 - k_axis]
     if config.route == "gluon" and (plain or INTERPRETED):
         config = triton_tile(gpu(a.device), *gemm_key(M, N, K, a.dtype))
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, precision)
+    return _tile_plan(gpu(a.device), config, M, N, K, b_k_last, matmul_precision())
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:

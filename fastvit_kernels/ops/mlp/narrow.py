@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ...runtime.arguments import as_rows, contiguous, is_aligned
 from ...runtime.backend import Gpu, gpu
+from ...runtime.compat import matmul_precision
 from ...runtime.configs import ConfigTable
 from ...runtime.dtypes import DTYPE_NAMES, DTYPES
 from ...runtime.operator import operator
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.activation import activate
 from ..common.epilogue import epilogue_arguments
-from ..common.gemm import input_precision
 
 MAX_WIDTH = 256
 MAX_OFFSET = 2**31 - 1  # within a weight, and within a tile of the residual
@@ -413,7 +413,7 @@ def narrow_mlp_fwd(
         C1=c1,
         N0=n0,
         N1=n1,
-        INPUT_PRECISION=input_precision(),
+        INPUT_PRECISION=matmul_precision(),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -206,7 +206,7 @@ def patch_embed(
         that of images) promoted with those of prefix_tokens and
         pos_embed, as torch's cat and add promote.
     Precision: fp32 accumulators and epilogue, one rounding at the store; fp32 matmuls follow
-        torch.get_float32_matmul_precision(). Gradients accumulate in fp32.
+        torch.backends.cuda.matmul.fp32_precision. Gradients accumulate in fp32.
     Saved: images where weight needs a gradient, weight where images do, keep.
     Raises: ValueError, such as "patch_embed: height and width of images must be positive multiples
         of the patch (16, 16), got (225, 224)"; TypeError.

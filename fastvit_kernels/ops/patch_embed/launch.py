@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ...runtime.arguments import contiguous, empty_gradients
 from ...runtime.backend import Gpu, gpu
+from ...runtime.compat import matmul_precision
 from ...runtime.configs import launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import operator
 from ...runtime.triton import VERSION, bind_launch, tl, triton
-from ..common.gemm import input_precision, needs_fence
+from ..common.gemm import needs_fence
 from ..common.gemm_configs import gemm_key
 from ..common.reduction import column_sum
 from . import configs, kernels
@@ -125,7 +126,6 @@ def _fwd_plan(
             HAS_POS=num_pos is not None,
             **configs.ADDED_TILE,
         )
-    precision = "ieee" if precision == "highest" else "tf32"
     launch = bind_launch(
         kernels._patch_embed_fwd_kernel,
         (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
@@ -170,7 +170,7 @@ def patch_embed_fwd(
     C = weight.shape[0]
     shape, tokens, add, launch = _fwd_plan(
         gpu(images.device),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
         images.dtype,
         images.shape,
         images.stride(),
@@ -234,7 +234,7 @@ def patch_embed_bwd_weight(
     partial = dweight
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
-    precision, align = input_precision(), _alignment(images.stride(), patch[-1])
+    precision, align = matmul_precision(), _alignment(images.stride(), patch[-1])
     # For a second block on an SM ptxas would spill 8 bytes.
     fits = {"sm_100": align >= 4, "sm_120": images.itemsize < 4 or VERSION < (3, 9)}
     spills = not fits.get(gpu(dout.device).arch, True)
@@ -374,7 +374,7 @@ def patch_embed_bwd_images(
     block_m, block_n, block_k = config[:3]
     block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
-    precision = input_precision()
+    precision = matmul_precision()
     launch = bind_launch(
         kernels._patch_embed_bwd_images_kernel,
         (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
