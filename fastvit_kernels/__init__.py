@@ -12,6 +12,10 @@ from .runtime import compat as compat  # before all others: it refuses a torch t
 from .runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .fuse.report import ModelStatus as ModelStatus, SwapReport as SwapReport, status as status
+    from .fuse.swap import swap_in as swap_in, swap_out as swap_out
+    from .fuse.verify import verify as verify
+    from .measure.compare import compare as compare
     from .models.attention_maps import attention_maps as attention_maps
     from .models.gated_mlp import GluMlp as GluMlp, SwiGLU as SwiGLU
     from .models.masked import MaskedDecoder as MaskedDecoder
@@ -42,14 +46,13 @@ if TYPE_CHECKING:
         set_backend as set_backend,
     )
     from .runtime.checkpoint_policy import checkpoint_policy as checkpoint_policy
-    from .swap.apply import SwapReport as SwapReport, swap_in as swap_in, swap_out as swap_out
-    from .swap.compare import compare as compare
-    from .swap.hosts.transformers import register_attention as register_attention
-    from .swap.packed import packed as packed
-    from .swap.status import ModelStatus as ModelStatus, status as status, watch as watch
     from .weights.load import WeightsReport as WeightsReport, load_weights as load_weights
 
 _HOMES = {
+    "fuse.report": "ModelStatus SwapReport status",
+    "fuse.swap": "swap_in swap_out",
+    "fuse.verify": "verify",
+    "measure.compare": "compare",
     "models.attention_maps": "attention_maps",
     "models.gated_mlp": "GluMlp SwiGLU",
     "models.masked": "MaskedDecoder",
@@ -71,11 +74,6 @@ _HOMES = {
     "ops.rope": "rope",
     "runtime.backend": "backend get_backend set_backend",
     "runtime.checkpoint_policy": "checkpoint_policy",
-    "swap.apply": "SwapReport swap_in swap_out",
-    "swap.compare": "compare",
-    "swap.hosts.transformers": "register_attention",
-    "swap.packed": "packed",
-    "swap.status": "ModelStatus status watch",
     "weights.load": "WeightsReport load_weights",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -3,8 +3,8 @@
     timm.create_model("vit_base_patch16_224", norm_layer=LayerNorm, attn_layer=Attention,
                       mlp_layer=Mlp, embed_layer=PatchEmbed)
 
-They are timm's own classes with fused forwards, so checkpoints load unchanged. swap_in on the model
-then fuses whole blocks as well.
+They are timm's own classes, each swapped by itself when it is made, so that checkpoints load
+unchanged. swap_in on the whole model fuses more: residuals, norms and what stands between layers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ from typing import Any
 
 from timm import layers as _layers
 
-from .swap.apply import swap_in
-from .swap.hosts import swapped_class
+from .fuse.swap import swap_in
 
 _timm: Any = _layers  # timm.layers exports more than its types say
-LayerNorm: Any = swapped_class(_timm.LayerNorm)
-Attention: Any = swapped_class(_timm.Attention)
-Mlp: Any = swapped_class(_timm.Mlp)
 
 
-class PatchEmbed(_timm.PatchEmbed):
-    """timm's PatchEmbed, its convolution swapped."""
-
+class _Swapped:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        swap_in(self)
+        swap_in(self)  # type: ignore[arg-type]
+
+
+class LayerNorm(_Swapped, _timm.LayerNorm):
+    """timm's LayerNorm, swapped."""
+
+
+class Attention(_Swapped, _timm.Attention):
+    """timm's Attention, swapped."""
+
+
+class Mlp(_Swapped, _timm.Mlp):
+    """timm's Mlp, swapped."""
+
+
+class PatchEmbed(_Swapped, _timm.PatchEmbed):
+    """timm's PatchEmbed, swapped."""
 
 
 __all__ = ["Attention", "LayerNorm", "Mlp", "PatchEmbed"]

@@ -1,47 +1,55 @@
-"""Measure a model eager, compiled and swapped, side by side in one run on this machine.
+"""Measure a model eager, compiled and on our kernels, side by side in one run on this machine.
 
-fastvit-kernels compare timm:vit_base_patch16_224 --batch 256 --dtype bf16 --compile --out compare
+fastvit-kernels compare timm:vit_base_patch16_224 --batch 256 --dtype bf16 --out compare
 
 Time a step in turns, peak memory, the 2x rule against float64, and how far the losses of the first
-steps are apart. `fk.compare` does the same in Python.
+steps are apart. Ctrl-C keeps what is there. `fk.compare` does the same in Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ..measure.compare import WAYS, compare
 from ..runtime.dtypes import DTYPES
-from ..swap.compare import WAYS, compare
 from . import options
 from .console import CommandError, refusing
 from .models import build_model, input_shape, read_image
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+SMALL, SMALL_BATCH, BATCH = "vit_tiny_patch16_224", 4, 64  # a CPU's, and a GPU's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", nargs="?", default=options.MODEL, help=options.NAMES)
-    options.add(parser, "--batch", default=64)
+    default = f"(default {options.MODEL}; on a CPU {SMALL})"
+    add("model", metavar="MODEL", nargs="?", help=f"{options.NAMES} {default}")
+    more = f"images a step (default {BATCH}; on a CPU {SMALL_BATCH})"
+    options.add(parser, "--batch", help=more)
     options.add(parser, "--img-size", "--dtype", "--device")
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
-    add("--compile", action="store_true", help="torch.compile beside both")
-    add("--max-autotune", action="store_true", help="its mode max-autotune beside both; minutes")
+    ways = f"of {', '.join(WAYS)} (default: the first five; on a CPU eager and swapped)"
+    add("--ways", nargs="+", choices=tuple(WAYS), metavar="WAY", help=ways)
+    add(
+        "--max-autotune", action="store_true", help="torch.compile's mode max-autotune too; minutes"
+    )
     add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
     options.add(parser, "--time-budget", help="for the turns of all ways", default=10.0)
     options.add(parser, "--out", help="write a CSV and a picture there")
 
 
-def images_of(arguments: argparse.Namespace, shape: tuple[int, int, int]) -> Tensor:
-    """Random images, or the first in --data and the folders inside it: fp32, normalised.
+def images_of(folder: Path | None, count: int, shape: tuple[int, int, int]) -> Tensor:
+    """Random images, or the first in a folder and the folders inside it: fp32, normalised.
 
     Raises: CommandError where there are fewer, or one cannot be read.
     """
-    count, folder = arguments.batch, arguments.data
     if folder is None:
         return torch.randn(count, *shape)
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)[:count]
@@ -51,26 +59,47 @@ def images_of(arguments: argparse.Namespace, shape: tuple[int, int, int]) -> Ten
     return (images - images.mean((0, 2, 3), True)) / images.std((0, 2, 3), keepdim=True)
 
 
+def progress() -> Callable[[str], None]:
+    """Prints lines to the standard error with the seconds since now."""
+    start = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """The command: 1 where the swapped model breaks the 2x rule or a way fails."""
+    """The command: 1 where the swapped model breaks the 2x rule or a way fails, 130 after Ctrl-C."""
     device = options.chosen_device(arguments)
-    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    on_gpu, out = device.type == "cuda", arguments.out
+    dtype = arguments.dtype or ("bf16" if on_gpu else "fp32")
+    name = arguments.model or (options.MODEL if on_gpu else SMALL)
+    batch = arguments.batch or (BATCH if on_gpu else SMALL_BATCH)
+    if out is not None:
+        with refusing(f"--out {out} cannot be written", OSError):
+            out.mkdir(parents=True, exist_ok=True)  # noticed before the model is built
     torch.manual_seed(0)
-    model = build_model(arguments.model, img_size=arguments.img_size).to(device)
+    say = progress()
+    say(f"building {name}")
+    model = build_model(name, img_size=arguments.img_size).to(device)
     model.train(arguments.train)
-    images = images_of(arguments, input_shape(model, arguments.img_size)).to(device)
-    modes = [None] + ["default"] * arguments.compile + ["max-autotune"] * arguments.max_autotune
-    with refusing(f"{arguments.model} does not run", torch.OutOfMemoryError):
+    shape = input_shape(model, arguments.img_size)
+    images = images_of(arguments.data, batch, shape).to(device)
+    with refusing(f"{name} does not run", torch.OutOfMemoryError):
         found = compare(
             model,
             images,
-            ways=[way for way, mode in WAYS.items() if mode in modes],
+            ways=arguments.ways,
+            max_autotune=arguments.max_autotune,
             autocast=None if dtype == "fp32" else DTYPES[dtype],
             seconds=arguments.time_budget,
-            name=arguments.model,
+            name=name,
+            say=say,
         )
     print(found)
-    if arguments.out is not None:
-        with refusing(f"--out {arguments.out} cannot be written", OSError):
-            print("written:", *found.save(arguments.out))
-    return int(any(row.status != "ok" for row in found.rows))
+    if out is not None:
+        with refusing(f"--out {out} cannot be written", OSError):
+            print("written:", *found.save(out))
+    failed = any(row.status != "ok" for row in found.rows)
+    return 130 if found.interrupted else int(failed)

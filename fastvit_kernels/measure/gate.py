@@ -1,7 +1,7 @@
 """No speed-up without right numbers: outputs and every gradient against float64 by the 2x rule.
 
 An op is held against its specification on the very inputs that are timed (`judge_op`), a model
-against its host (swap/errors.py).
+against its host (model_errors.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def failure(error: Exception, timer: Timer) -> Outcome:
         status = MEMORY
     elif isinstance(error, AssertionError):
         status = FAILED
-    note = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0][:300]
+    lines = f"{type(error).__name__}: {str(error).strip()}".split("\n")
+    # a compiler says whose error it was in the first line, and the error in the next
+    note = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1])[:300]
     error.__traceback__ = None  # its frames hold the tensors that did not fit
     timer.clear()
     return Outcome(status, note)
