@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ways = f"of {', '.join(WAYS)} (default: the first five; on a CPU eager and swapped)"
     add("--ways", nargs="+", choices=tuple(WAYS), metavar="WAY", help=ways)
     add(
-        "--max-autotune", action="store_true", help="torch.compile's mode max-autotune too; minutes"
+        "--max-autotune", action="store_true", help="mode max-autotune too; minutes"
     )
     add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
     options.add(parser, "--time-budget", help="for the turns of all ways", default=10.0)
@@ -70,7 +70,7 @@ def progress() -> Callable[[str], None]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: 1 where the swapped model breaks the 2x rule or a way fails, 130 after Ctrl-C."""
+    """The command: 1 where a way fails or breaks the 2x rule, 130 after Ctrl-C."""
     device = options.chosen_device(arguments)
     on_gpu, out = device.type == "cuda", arguments.out
     dtype = arguments.dtype or ("bf16" if on_gpu else "fp32")
