@@ -12,6 +12,7 @@ from .runtime import compat as compat  # before all others: it refuses a torch t
 from .runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from .fuse.attention_interface import register_attention as register_attention
     from .fuse.report import ModelStatus as ModelStatus, SwapReport as SwapReport, status as status
     from .fuse.swap import swap_in as swap_in, swap_out as swap_out
     from .fuse.verify import verify as verify
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .weights.load import WeightsReport as WeightsReport, load_weights as load_weights
 
 _HOMES = {
+    "fuse.attention_interface": "register_attention",
     "fuse.report": "ModelStatus SwapReport status",
     "fuse.swap": "swap_in swap_out",
     "fuse.verify": "verify",

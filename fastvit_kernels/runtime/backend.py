@@ -1,7 +1,6 @@
 """Which implementation runs: the Triton kernels or the PyTorch specification, and why.
 
-auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch;
-        a swapped module on a CPU runs its host's own forward
+auto    Triton on CUDA and ROCm tensors (on CPU tensors too under TRITON_INTERPRET=1), else PyTorch
 triton  Triton, or a RuntimeError that says why not
 torch   the `<op>_ref` specification of each op, through PyTorch's own autograd
 
@@ -19,12 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from . import recompute
 from .arguments import autocast_dtype
 from .compat import constant_when_traced, in_forward_mode, in_transform
 from .dtypes import DTYPE_NAMES
@@ -92,10 +90,7 @@ def backend(name: Backend) -> Iterator[None]:
     former, _here.own = _here.own, _checked(name)
     in_place = torch.autograd.set_multithreading_enabled
     try:
-        with (
-            nullcontext() if torch.compiler.is_compiling() else in_place(False),
-            recompute.chosen_inside(),
-        ):
+        with nullcontext() if torch.compiler.is_compiling() else in_place(False):
             yield
     finally:
         _here.own = former
@@ -126,7 +121,7 @@ gpu = GPUS.__getitem__  # device -> Gpu, without a call of Python once it is kno
 
 @contextmanager
 def on_absent_gpu(gpu: Gpu) -> Iterator[None]:
-    """Inside, every tensor counts as on `gpu`: for aot.py, which compiles and never launches."""
+    """Inside, every tensor counts as on `gpu`: to compile for it without a launch."""
     former, GPUS.absent = GPUS.absent, gpu
     GPUS.clear()
     try:
@@ -220,13 +215,6 @@ def reason_for_torch(x: Tensor, unsupported: str | None = None) -> str | None:
         unsupported = f"there is no kernel for {x.dtype}"
     unsupported = unsupported or dtype_reason(x.dtype, autocast_dtype(x))
     return _device_reason(x) or unsupported or _transform_reason()
-
-
-def is_idle(x: Any) -> bool:
-    """Whether no kernel can run on x, a tensor on a CPU, and nobody chose a backend."""
-    if INTERPRETED or not isinstance(x, Tensor) or not x.is_cpu:
-        return False
-    return GPUS.absent is None and get_backend() == "auto"
 
 
 def use_triton(op: str, x: Tensor, unsupported: str | None = None) -> bool:

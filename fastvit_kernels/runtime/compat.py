@@ -77,7 +77,7 @@ def _has(name: str) -> bool:
 # Who looks on. Direct C functions, as every op asks.
 
 # Dispatch modes at work. Gone: as if there were one, so calls go through registered operators, and
-# swapped modules run their host's forward.
+# swapped models run their host's forward.
 _stack_of_modes = _find(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", gone=None, tried=()
 )
@@ -146,20 +146,6 @@ def needs_dispatcher() -> bool:
     )
 
 
-def foreign_modes() -> list[Any]:
-    """The dispatch modes at work that know torch's operators alone: those of other packages."""
-    if not num_modes():
-        return []
-    if _stack_of_modes is None:
-        return [None]
-    return [
-        mode
-        for mode in _stack_of_modes()
-        if type(mode).__module__.partition(".")[0] != "torch"
-        and not getattr(mode, "knows_our_operators", False)
-    ]
-
-
 def is_observed() -> bool:
     """Whether anybody may want what modules and operators do, of whatever kind: the quick look."""
     # An export to ONNX traces by torch.jit, compiles or has a mode.
@@ -177,45 +163,11 @@ def _without(name: str) -> Any:
 TorchDispatchMode: Any = _find(
     "torch.utils._python_dispatch:TorchDispatchMode", gone=_without("TorchDispatchMode")
 )
-# What enters and leaves a mode, and tells no other thread of it. One gone: torch's own.
-_push_mode = _find("torch.utils._python_dispatch:_push_mode", gone=None)
-_pop_mode = _find("torch.utils._python_dispatch:_pop_mode", gone=None)
-ENTERS_QUIETLY = None not in (_push_mode, _pop_mode)
-
-
-class QuietMode(TorchDispatchMode):
-    """A dispatch mode of one thread."""
-
-    def __enter__(self) -> Any:
-        if not ENTERS_QUIETLY:
-            return super().__enter__()
-        _push_mode(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if ENTERS_QUIETLY:
-            _pop_mode()
-        else:
-            super().__exit__(*error)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it imports torch._dynamo, which takes seconds
-
-
-def schema_of(operator: Any) -> Any:
-    """An operator's arguments. Gone: None, and a proof refuses what draws."""
-    return getattr(operator, "_schema", None)
 
 
 def is_compiled_in_place(module: Any) -> bool:
     """Whether `module.compile()` was called. Gone: no."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-# What nn.DataParallel marks its copies of a module by: their weights are attributes, no parameters.
-# Gone: one that is no setting of anybody, and a copy has a proof of its own.
-REPLICA = "_is_replica"
 
 
 # Autocast for any device. Gone: asked for the two that have kernels or the interpreter.
@@ -226,7 +178,7 @@ is_autocast_on: Callable[[], bool] = _find(
 )
 
 
-# Global hooks on modules. Gone: as if there were one: swapped modules run their host's forward.
+# Global hooks on modules. Gone: as if there were one: swapped models run their host's forward.
 _HOOKS = (
     _find("torch.nn.modules.module:_global_forward_hooks", gone=None),
     _find("torch.nn.modules.module:_global_forward_pre_hooks", gone=None),
@@ -293,9 +245,6 @@ _top_saves_hooks = _find(
     "torch:_C._autograd._top_saved_tensors_default_hooks", gone=lambda _: True, tried=(True,)
 )
 
-_pop_saves_hooks = _find("torch:_C._autograd._pop_saved_tensors_default_hooks", gone=None)
-_push_saves_hooks = _find("torch:_C._autograd._push_saved_tensors_default_hooks", gone=None)
-
 
 def saves_are_hooked() -> bool:
     """Whether somebody decides what autograd saves."""
@@ -322,43 +271,6 @@ def is_recorded(x: Tensor) -> bool:
 def reads_last(x: Tensor) -> bool:
     """In a backward on x's device: whether nobody reads again what was saved for it."""
     return not (_keeps_saves() or is_recorded(x))
-
-
-def hooks_on_saves() -> list[Any]:
-    """The pairs of hooks on what autograd saves, the innermost first. Gone: none."""
-    found: list[Any] = []
-    if _pop_saves_hooks is None or _push_saves_hooks is None:
-        return found
-    try:
-        while (pair := _top_saves_hooks(True)) is not None and pair is not True:
-            _pop_saves_hooks()
-            found.append(pair)
-    finally:
-        for pair in reversed(found):
-            _push_saves_hooks(*pair)
-    return found
-
-
-# What a checkpoint without reentry keeps of its forward. Gone, as the two below: a recomputation
-# decides anew, as if each forward were its own.
-CheckpointFrame: Any = _find("torch.utils.checkpoint:_CheckpointFrame", gone=())
-# The number of the backward under way, -1 outside. Gone: as if there were none.
-graph_task: Callable[[], int] = _find("torch:_C._current_graph_task_id", gone=lambda: -1, tried=())
-# False inside an autograd Function's forward. Gone: as if inside, which looks at the callers.
-has_forward_gradients: Callable[[], bool] = _find(
-    "torch:_C._is_fwd_grad_enabled", gone=lambda: False, tried=()
-)
-
-
-def in_backward() -> bool:
-    """Whether a backward is under way, whose forwards are recomputations."""
-    return graph_task() != -1
-
-
-def may_be_rerun() -> bool:
-    """Whether a checkpoint may be around this call: its hooks on what autograd saves, the forward
-    of an autograd Function, a backward."""
-    return _top_saves_hooks(True) is not None or not has_forward_gradients() or graph_task() != -1
 
 
 # The class of an autograd.Function's nodes. Gone: None, and no node hands another anything.
@@ -417,32 +329,6 @@ def constant_when_traced(function: Function) -> Function:
     return function
 
 
-# Hosts.
-
-
-def collector_of(module: Any) -> Any:
-    """transformers' collector of layers' outputs, by its module. Gone: None, taken as at work, so
-    that a layer with its hook is called, not bypassed."""
-    return getattr(module, "_active_collector", None)
-
-
-def attention_of(config: Any) -> str | None:
-    """The attention function that a config of transformers names. Gone: None, which no fused
-    attention takes: the host's forward runs."""
-    return getattr(config, "_attn_implementation", None)
-
-
-def is_fast_norm(norm: Any) -> bool:
-    """timm's set_fast_norm: the norm then stays in autocast's dtype. Gone: as if it were off."""
-    return getattr(norm, "_fast_norm", False)
-
-
-def rel_pos_bias(attention: Any) -> Tensor:
-    """timm's table of relative positions, by pairs of tokens. Gone: raises in the proof, which a
-    module must pass before its fused forward runs at all; the same of the next."""
-    return attention._get_rel_pos_bias()
-
-
 # torchvision, and what imports it, beside a torch that its binary is not for.
 
 
@@ -468,7 +354,7 @@ def define_torchvision_operators() -> None:
             library.define(f"torchvision::{name}", schema)
 
 
-# For tools and attention_maps, which swapped models and ops do without.
+# For attention_maps and tests, which swapped models and ops do without.
 
 FakeTensorMode: Any = _find(
     "torch._subclasses.fake_tensor:FakeTensorMode", gone=_without("FakeTensorMode")
@@ -490,7 +376,7 @@ def active_driver(driver: Any) -> Any:
 FUSED_IS_OFF = None in _HOOKS or (_stack_of_modes is None and not _has(_NUM_MODES))
 if FUSED_IS_OFF:
     warnings.warn(
-        f"torch {torch.__version__} has no {', '.join(MISSING)}: swapped modules run their host's "
+        f"torch {torch.__version__} has no {', '.join(MISSING)}: swapped models run their host's "
         "forward. A newer fastvit_kernels may know another way",
         stacklevel=2,
     )

@@ -11,7 +11,6 @@ docs/benchmarks.md, "host".
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from . import backend as backends, compat, recompute
-from .backend import GPUS, Backend, backend, dtype_reason, own_backend, reason_for_torch, use_triton
+from . import backend as backends, compat
+from .backend import GPUS, dtype_reason, own_backend, use_triton
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
 
@@ -34,39 +33,6 @@ _OF_COMPILERS = (compat.FakeTensor, compat.FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _grad_enabled = torch.is_grad_enabled
-listeners: tuple[Any, ...] = ()  # what `watch` has told of each call of an op or swapped module
-_telling = threading.RLock()
-_routes: list[tuple[str, str | None]] = []  # of the call that is told of: op, why PyTorch
-
-
-def _then(looked: bool, *call: Any) -> tuple[bool, Backend]:
-    """`looked` and the backend, or what they were in the forward that a checkpoint runs again.
-
-    Args:
-        call: the op, and the arguments of the call.
-    """
-    key = tuple(
-        (type(x), x) if type(x) in _SCALARS else id(x)
-        for x in call
-        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter)
-    )
-    if not (compat.in_transform() or compat.is_jit_tracing() or compat.in_forward_mode()):
-        looked = recompute.remembered(("operators", key), looked)
-    now = backends.get_backend()
-    is_torch = now == "torch"
-    if recompute.remembered(("torch", key), is_torch, recompute.chosen.get()) == is_torch:
-        return looked, now
-    return looked, "auto" if is_torch else "torch"
-
-
-def _tell(decide: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Tells those who listen which ops a call runs, and why by PyTorch."""
-    with _telling:
-        _routes.clear()
-        decide(*args)
-        told = tuple(_routes)
-    for listener in listeners:
-        listener.op(told, args)
 
 
 class _Indirect(Exception):
@@ -95,16 +61,8 @@ def cached_dispatch(decide: Decide) -> Decide:
         looked = looked or compat.is_jit_tracing() or compat.is_profiling()
         chosen = own_backend() or backends.process
         by_torch = chosen == "torch"  # whose functions take any memory
-        if looked or recompute.noted or listeners or by_torch:
-            if compat.may_be_rerun():
-                looked, then = _then(looked, decide, *args)
-                if then != chosen:
-                    with backend(then):
-                        return dispatch(*args)
-            if listeners:
-                _tell(decide, args)
-            if looked:
-                return decide(*args)
+        if looked:
+            return decide(*args)
         autocast = compat.is_autocast_on() and _autocast_dtypes()
         facts = [chosen, GPUS.absent, _grad_enabled(), autocast]
         try:
@@ -162,8 +120,6 @@ def choose_route(op: str, unsupported: str | None, *tensors: Tensor | None) -> R
     for x in tensors:
         unsupported = unsupported or _own_dispatch(x)
     unsupported = unsupported or dtype_reason(*(x.dtype for x in tensors if x is not None))
-    if not compat.is_dynamo_compiling() and listeners:
-        _routes.append((op, reason_for_torch(first, unsupported)))
     return REGISTERED if use_triton(op, first, unsupported) else None
 
 

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from contextvars import ContextVar
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from . import recompute
-from .compat import collector_of, has_global_hook, is_wrapper
-
-# Whether global hooks see nothing of what this thread does: swap/prove.py calls copies.
-UNSEEN: ContextVar[bool] = ContextVar("fastvit_kernels.unseen", default=False)
-
-
-def is_watched_everywhere() -> bool:
-    """Whether a global hook wants every call of every module."""
-    return has_global_hook() and (torch.compiler.is_compiling() or not UNSEEN.get())
-
-
-def _watches(hook: Any) -> bool:
-    """False for the hook that transformers leaves on a layer, while nobody asks for its output: a
-    call that asks for nothing has a collector too, without the hook's key."""
-    if getattr(hook, "__name__", "") != "output_capturing_hook" or torch.compiler.is_compiling():
-        return True
-    collector = collector_of(sys.modules.get(hook.__module__))
-    if collector is None:
-        return True
-    cells = zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
-    keys = [cell.cell_contents for name, cell in cells if name == "key"]
-    collected = collector.get()
-    return bool(collected) and (not keys or keys[0] in collected)
+from .compat import has_global_hook, is_wrapper
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody watches calls of `module`: a hook, its own or a global one, or a forward
-    set on the instance; or watched them in the forward that a checkpoint runs again. Such a module
-    must be called, not bypassed."""
-    now = bool(
-        (module._forward_hooks and any(map(_watches, module._forward_hooks.values())))
+    set on the instance. Such a module must be called, not bypassed."""
+    return bool(
+        module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or is_watched_everywhere()
+        or has_global_hook()
     )
-    return recompute.remembered(module, now) if now or recompute.noted else now
 
 
 # What a dense parameter has; another one means that a subclass wants to see what is done with it.

@@ -34,59 +34,6 @@ def test_what_marks_a_constant_is_what_torch_reads():
     assert vars(function) == vars(compat.constant_when_traced(lambda: None))
 
 
-def test_objects_of_hosts_without_their_names():
-    nothing = object()
-    assert compat.collector_of(nothing) is None
-    assert compat.attention_of(nothing) is None
-    assert not compat.is_fast_norm(nothing)
-    assert compat.active_driver(nothing) is None
-
-
-# What only tools ask for, a GPU, or releases older than this one.
-UNTRIED = re.compile("Mode$|softmax|RawStream")
-ALONE = [n for n in NAMES if "_global_" not in n and not UNTRIED.search(n)]
-HOOKS = [n for n in NAMES if "_global_" in n]
-
-
-@pytest.fixture(scope="module")
-def ask(tmp_path_factory):
-    """The exit status and the messages of without_names.py for a list of names."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    messages = tmp_path_factory.mktemp("without") / "messages"
-    with (
-        messages.open("w") as file,
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests/support/without_names.py")],
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-        ) as server,
-    ):
-
-        def answer(names):
-            before = len(messages.read_text())
-            print(",".join(names), file=server.stdin, flush=True)
-            return server.stdout.readline().strip(), messages.read_text()[before:]
-
-        yield answer
-        server.stdin.close()
-
-
-@pytest.mark.parametrize(
-    "names", [*([n] for n in ALONE), HOOKS, NAMES], ids=[*ALONE, "hooks", "every"]
-)
-def test_a_swapped_model_without(names, ask):
-    status, messages = ask(names)
-    assert status == "0", messages[-3000:]
-
-
 def test_an_older_release_is_refused_in_a_line():
     with pytest.raises(ImportError) as refused:
         compat.check_version("torch", "2.4.1+cu121", compat.TORCH)

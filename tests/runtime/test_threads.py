@@ -1,8 +1,7 @@
-"""Several threads at once: the bits of one, and one class for a class that all of them swap."""
+"""Several threads at once give the bits of one."""
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +10,7 @@ import pytest
 import torch
 from numerics import DEVICE
 from tiny_calls import OPS, assert_same_bits, op_and_inputs, step
-from torch import nn
 
-import fastvit_kernels as fk
 from fastvit_kernels.runtime.backend import INTERPRETED
 
 
@@ -76,29 +73,3 @@ def test_threads_give_the_bits_of_one(one_launch_at_a_time):
     forget_everything()
     for got, want in zip(in_threads(all_ops, 4), wanted, strict=True):
         assert_same_bits(got, want)
-
-
-def test_threads_that_swap_the_same_class_get_one_class(monkeypatch):
-    """Two classes of one name could not be pickled."""
-    from fastvit_kernels.swap import hosts
-
-    for cls in hosts._swapped.values():  # other tests' models keep their classes
-        monkeypatch.setattr(sys.modules[cls.__module__], cls.__qualname__, cls)
-    monkeypatch.setattr(hosts, "_swapped", {})
-    arguments_of = hosts.arguments_of
-
-    def slowly(forward):
-        threading.Event().wait(0.05)
-        return arguments_of(forward)
-
-    monkeypatch.setattr(hosts, "arguments_of", slowly)
-
-    def swap(index):
-        layers = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True)
-        fk.swap_in(layers)
-        return layers
-
-    layers = in_threads(swap, 4)
-    assert len({type(layer) for layer in layers}) == 1
-    assert type(layers[0]) is not nn.TransformerEncoderLayer
-    pickle.loads(pickle.dumps(layers[0]))

@@ -60,7 +60,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "tests/model_coverage/": ("model_coverage/test_sweep.py", "model_coverage/test_compare.py"),
     "measure/": ("test_measure.py", "test_bench.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
-    "swap/": ("swap/test_swap.py", "swap/test_swap_changes.py"),
+    "fuse/": ("fuse/test_swap_in.py", "fuse/test_report.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
     "verify/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
     "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),

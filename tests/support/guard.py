@@ -66,7 +66,7 @@ class GuardPages(compat.TorchDispatchMode):
             finally:
                 self._where = former
         out = func(*args, **kwargs)
-        if compat.schema_of(func).is_mutable:
+        if func._schema.is_mutable:
             return out
         known = {
             x.untyped_storage().data_ptr()
