@@ -273,6 +273,8 @@ def reads_last(x: Tensor) -> bool:
     return not (_keeps_saves() or is_recorded(x))
 
 
+# The number of the backward under way, -1 outside. Gone: as if there were none.
+graph_task: Callable[[], int] = _find("torch:_C._current_graph_task_id", gone=lambda: -1, tried=())
 # The class of an autograd.Function's nodes. Gone: None, and no node hands another anything.
 node_class: Callable[[Any], Any] = (
     attrgetter("_backward_cls") if _has("torch:autograd.Function._backward_cls") else lambda _: None
