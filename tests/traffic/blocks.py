@@ -30,21 +30,19 @@ from fastvit_kernels import (
     attention,
     backend,
     checkpoint_policy,
-    packed,
     patch_embed,
-    swap_in,
     varlen_attention,
 )
+from fastvit_kernels.fuse.backend import Options, rewrite
 from fastvit_kernels.ops.common import grad_epilogue
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.common.samples import DropPathMode
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from fastvit_kernels.swap.apply import Memory
 from tests.machine.launches import tensor_bytes
 from tests.support.private import compiler_with
 
-from .counting import Count, Step, counting, keep
+from . import graphs
+from .counting import Count, Step, as_on_gpu, counting, keep
 
 BATCH, SIZE, PATCH = 256, 224, 16
 TOKENS = BATCH * ((SIZE // PATCH) ** 2 + 1)
@@ -142,46 +140,6 @@ class _OneStep(nn.Module):
         return Step(forward, (len(count.calls) - forward[0], count.bytes - forward[1]), kept)
 
 
-class EachSize(nn.Module):
-    """A model on each size of crops alone."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, crops: list[Tensor]) -> list[Tensor]:
-        return [self.model(images) for images in crops]
-
-
-def count_crops(model: nn.Module) -> Step:
-    """`count_step` of CROPS, for what takes a list of them."""
-    with counting() as count:
-        state = {name: nn.Parameter(torch.empty(p.shape)) for name, p in model.named_parameters()}
-        state |= {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.named_buffers()}
-        crops = [torch.empty(PICTURES * n, 3, size, size) for n, size in CROPS]
-        count.calls.clear()
-        with torch.autocast("cpu", torch.bfloat16):
-            outs = torch.func.functional_call(model, state, (crops,))
-        forward = len(count.calls), count.bytes
-        kept = activation_bytes(count.kept.values(), model)
-        torch.autograd.backward(outs, [torch.empty_like(y) for y in outs])
-        backward = len(count.calls) - forward[0], count.bytes - forward[1]
-    assert getattr(model, "alone", None) is None, model
-    return Step(forward, backward, kept)
-
-
-def crops_block(provider: str, build: Callable[[int], nn.Module]) -> Step:
-    """What one block adds to a step of CROPS."""
-    steps = []
-    for depth in (1, 2):
-        with backend("triton"):
-            model = build(depth)
-            if provider != "timm":
-                swap_in(model)
-            steps.append(count_crops((packed if provider == "packed" else EachSize)(model)))
-    return steps[1].less(steps[0])
-
-
 def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
     """Of the storages, those of parameters and of their copies left out."""
     shapes = {tuple(p.shape) for p in model.parameters()}
@@ -190,20 +148,22 @@ def activation_bytes(kept: Iterable[Tensor], model: nn.Module) -> int:
     return sum(x.untyped_storage().nbytes() for x in own)
 
 
-def _graphs(model: nn.Module, batch: int) -> list[Any]:
+def _graphs(model: nn.Module, batch: int, options: Options | None) -> list[Any]:
     """What torch.compile makes of a step: forward, backward, and what forward returns: its one
-    output, then what it keeps. Real tensors, on the CPU."""
+    output, then what it keeps. With options our rules rewrite it before."""
     found: list[Any] = []
 
-    def partition(default: Any, *graph: Any, num_fwd_outputs: int, **options: Any) -> Any:
+    def partition(default: Any, *graph: Any, num_fwd_outputs: int, **more: Any) -> Any:
         assert num_fwd_outputs == 1
-        found.extend(default(*graph, num_fwd_outputs=num_fwd_outputs, **options))
+        found.extend(default(*graph, num_fwd_outputs=num_fwd_outputs, **more))
         return found[0], found[1]
 
-    torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=compiler_with(partition))
+    def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        made = gm if options is None else rewrite(gm, inputs, options)
+        return compiler_with(partition)(made, inputs)
+
     with torch.autocast("cpu", torch.bfloat16):
-        compiled(torch.zeros(batch, 3, SIZE, SIZE))
+        graphs.capture(model, (torch.empty(batch, 3, SIZE, SIZE),), {}, compiler)
     (returned,) = (node.args[0] for node in found[0].graph.nodes if node.op == "output")
     return [*found, returned]
 
@@ -211,13 +171,15 @@ def _graphs(model: nn.Module, batch: int) -> list[Any]:
 def kept_by_partitioner(size: str, depth: int) -> int:
     """Bytes that torch.compile's partitioner keeps for one image."""
     model = vit(size, depth).to_empty(device="cpu")
-    saved = [node.meta["val"] for node in _graphs(model, 1)[2][1:]]
+    saved = [node.meta["val"] for node in _graphs(model, 1, None)[2][1:]]
     return activation_bytes([x for x in saved if isinstance(x, Tensor)], model)
 
 
-def count_graphs(model: nn.Module, batch: int) -> Step:
-    """The graphs of a step, each counted as it runs; without the loss, which is in none."""
-    forward, backward, returned = _graphs(model, batch)
+def count_graphs(model: nn.Module, batch: int, **options: Any) -> Step:
+    """The graphs that AOTAutograd makes of a rewritten step, each counted as it runs; without the
+    loss, which is in none."""
+    with as_on_gpu():
+        forward, backward, returned = _graphs(model, batch, Options(**options))
 
     def run(graph: Any, known: dict[str, Any]) -> Any:
         inputs = {
@@ -237,16 +199,18 @@ def count_graphs(model: nn.Module, batch: int) -> Step:
     return Step(there, back, kept)
 
 
-def swapped(
-    model: nn.Module, memory: Memory = "default", drop_path: DropPathMode = "mask"
-) -> nn.Module:
-    swap_in(model, memory=memory, drop_path=drop_path)
-    return model
+def swapped(model: nn.Module, regional: bool = False, batch: int = BATCH, **options: Any) -> Any:
+    """The model on the graph that our backend makes of it, or of each block."""
+    images = torch.empty(batch, 3, SIZE, SIZE)
+    make = graphs.by_block if regional else graphs.whole
+    with as_on_gpu():
+        return make(model, images, Options(compiler="eager", **options))
 
 
 PROVIDERS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[], Any]]] = {
     "timm": (lambda model: model, nullcontext),
     "swapped": (swapped, lambda: backend("triton")),
+    "swapped, by block": (partial(swapped, regional=True), lambda: backend("triton")),
     'swapped, memory="low"': (partial(swapped, memory="low"), lambda: backend("triton")),
     "swapped, Triton GEMMs": (swapped, lambda: _triton_gemms()),
     "swapped, as in a graph": (swapped, lambda: _as_in_a_graph()),
@@ -273,8 +237,10 @@ def checkpointed(model: Any, name: Any, swaps: bool) -> nn.Module:
             x = checkpoint(block, x, use_reentrant=False, **options)
         return x
 
+    if swaps:
+        swapped(model, regional=True)
     model.blocks.forward = run
-    return swapped(model) if swaps else model
+    return model
 
 
 DROPPED = (0.3, 0.4)  # rates at which a block masks, and skips
@@ -317,11 +283,55 @@ TOWERS = {
 }
 
 
-CROPS, PICTURES = ((2, 224), (8, 96)), 32  # DINOv2's views of each picture
-# The models that see them, and their tokens before the patches.
-OF_CROPS: dict[str, tuple[Any, int]] = {
-    "ViT-B/16": (partial(vit, "B"), 1),
-    "DINOv3 ViT-B (rope)": (partial(tower, "vit_base_patch16_dinov3"), 5),
+class _Logits(nn.Module):
+    """transformers' ViT, by the class token's values."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    @property
+    def blocks(self) -> Any:
+        found = getattr(self.model, "layers", None)
+        return self.model.encoder.layer if found is None else found
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images)[0][:, 0]
+
+
+def hf_vit(size: str, depth: int) -> nn.Module:
+    """transformers' ViT of this width, on the meta device."""
+    define_torchvision_operators()
+    from transformers import ViTConfig, ViTModel
+
+    C, _, heads, hidden = VITS[size]
+    config: Any = ViTConfig
+    settings = config(
+        hidden_size=C,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=hidden,
+        image_size=SIZE,
+        patch_size=PATCH,
+    )
+    with torch.device("meta"):
+        return _Logits(ViTModel(settings, add_pooling_layer=False))
+
+
+def _named(name: str) -> tuple[Callable[..., nn.Module], Callable[[], int]]:
+    def unit() -> int:
+        here = tower(name, 1)
+        return BATCH * (here.patch_embed.num_patches + here.num_prefix_tokens) * here.embed_dim
+
+    return lambda size, depth: tower(name, depth), unit
+
+
+# name -> what builds a model of so many blocks, and C bytes a token of its whole batch
+MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[], int]]] = {
+    "ViT-B/16": (vit, lambda: TOKENS * VITS["B"][0]),
+    "DINOv2 ViT-B (LayerScale)": _named("vit_base_patch14_dinov2"),
+    **{name: _named(model) for name, model in TOWERS.items()},
+    "transformers ViT-B": (hf_vit, lambda: TOKENS * VITS["B"][0]),
 }
 
 
@@ -330,8 +340,9 @@ def block(
 ) -> Step:
     """What one block adds to a step."""
     prepare, context = PROVIDERS_OF_DROPPED[provider]
+    given = {} if provider.startswith("timm") or "checkpoint" in provider else {"batch": batch}
     with context():
-        steps = [count_step(prepare(build(size, depth)), batch) for depth in (1, 2)]
+        steps = [count_step(prepare(build(size, depth), **given), batch) for depth in (1, 2)]
     return steps[1].less(steps[0])
 
 
@@ -391,18 +402,11 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield _row(
                 f"ViT-B/{PATCH}", provider, block("B", provider), TOKENS * VITS["B"][0], None
             )
-    for name, model in TOWERS.items():
-        here = tower(model, 1)
-        tokens = BATCH * (here.patch_embed.num_patches + here.num_prefix_tokens)
+    for name, (build, unit) in list(MODELS.items())[1:]:
+        host = "transformers" if build is hf_vit else "timm"
         for provider in ("timm", "swapped", 'swapped, memory="low"'):
-            step = block(model, provider, tower)
-            yield _row(name, provider, step, tokens * here.embed_dim, None)
-    sizes = " and ".join(f"{PICTURES * n} of {size}" for n, size in CROPS)
-    for name, (build, prefix) in OF_CROPS.items():
-        tokens = PICTURES * sum(n * ((size // PATCH) ** 2 + prefix) for n, size in CROPS)
-        for provider in ("timm", "each size", "packed"):
-            step = crops_block(provider, partial(build, dynamic_img_size=True))
-            yield _row(f"{name}, {sizes}", provider, step, tokens * VITS["B"][0], None)
+            step = block("B", provider, build)
+            yield _row(name, host if provider == "timm" else provider, step, unit(), None)
 
 
 # --- patch embedding and attention alone, where inputs need not be moved. Attention in bf16, with

@@ -23,7 +23,6 @@ from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, place_of_storage
 from fastvit_kernels.runtime.operator import LAUNCHERS
-from fastvit_kernels.swap.hosts import fused
 from tests.machine.aot import TARGETS
 from tests.machine.launches import tensor_bytes
 from tests.support.private import efficient_attention, tree_leaves
@@ -162,6 +161,14 @@ def keep(tree: Any) -> Any:
 
 
 @contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Inside, tensors count as on the GPU whose configs and routes are counted."""
+    target = TARGETS[GPU]
+    with on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)):
+        yield
+
+
+@contextmanager
 def counting() -> Iterator[Count]:
     """Inside, on fake tensors, torch's operators and Triton's launches join the yielded count."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -185,17 +192,15 @@ def counting() -> Iterator[Count]:
         def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]):
             super().__init__(lambda x: keep(pack(x)), unpack)
 
-    target = TARGETS[GPU]
     with (
         patch.object(JITFunction, "run", launch),
         patch.object(InterpretedFunction, "run", launch),
         patch.object(gemm, "_upcast_product", product),
-        on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
+        as_on_gpu(),
         saved_tensors_hooks(keep, lambda x: x),
         patch.object(torch.autograd.graph, "saved_tensors_hooks", Hooks),
         patch.object(recomputed_norm, "is_hooked", lambda: False),  # by our own
         patch.object(recomputed_sum, "is_hooked", lambda: False),
-        patch.object(fused, "is_traced", lambda: False),  # our mode knows our operators
         FakeTensorMode(),
         _MasksAsOnCuda(),
         mode,
