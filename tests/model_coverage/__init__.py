@@ -1,1 +1,1 @@
-"""How far swap_in reaches: every model of the host libraries, swapped and compared. README.md."""
+"""How far our backend reaches: every model of the host libraries, fused and compared. README.md."""

@@ -1,13 +1,10 @@
-"""python -m tests.model_coverage [--verify] [--forms] [--hosts HOST ...] [--models PREFIX ...]"""
+"""python -m tests.model_coverage [--hosts HOST ...] [--models PREFIX ...]: see sweep.py."""
 
 import os
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are decorated
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores
 
 from .sweep import main
 

@@ -1,23 +1,29 @@
-"""A host's model and its swapped copy side by side: outputs, gradients, numbers drawn."""
+"""A model and its twin under our backend side by side: outputs, gradients, buffers, draws."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastvit_kernels.swap.apply import swap_in
-from fastvit_kernels.swap.errors import largest, layer_of, layer_peaks, run_step
-from fastvit_kernels.swap.hosts import host_path
-from fastvit_kernels.swap.hosts.fused import Fused
+from fastvit_kernels.fuse.backend import fastvit_kernels
+from fastvit_kernels.fuse.report import GraphReport, reports_of
+from fastvit_kernels.measure.model_errors import (
+    errors_beside,
+    largest,
+    layer_of,
+    layer_peaks,
+    run_step,
+)
 
 from .shrink import NotShrunk
 
 EXACT = 1e-9  # of the largest value, in float64
 ROUNDING = 1e-13  # of the largest value of a layer, in float64
+SEED = 3
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -38,61 +44,108 @@ def fingerprint(model: nn.Module, inputs: Any) -> str:
     """Equal for two small models that are the same: classes, settings, shapes, in order."""
     simple = (bool, int, float, str, tuple, type(None))
     tensors = inputs.values() if isinstance(inputs, Mapping) else [inputs]
-    parts = [str([tuple(t.shape) for t in tensors])]
+    parts = [str([tuple(t.shape) for t in tensors if isinstance(t, Tensor)])]
     for name, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
         shapes = [(n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None]
-        parts.append(f"{name} {host_path(type(module))} {sorted(settings.items())} {shapes}")
+        cls = type(module)
+        parts.append(
+            f"{name} {cls.__module__}.{cls.__qualname__} {sorted(settings.items())} {shapes}"
+        )
     return "\n".join(parts)
 
 
-def _training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
-    """`run_step` of a model that may refuse, with the state of the random generator."""
+class Found(NamedTuple):
+    """What a training step of both gave.
+
+    Attributes:
+        wrong: what the twin does otherwise; "" where it is the same.
+        reports: of the twin's graphs.
+    """
+
+    wrong: str
+    reports: list[GraphReport]
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The model in place under torch.compile with our backend."""
+    torch.compiler.reset()
+    model.compile(backend=fastvit_kernels, options={"compiler": "eager"})
+    return model
+
+
+def training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
+    """`run_step` of a model that may refuse, with its buffers and the state of the generator."""
     try:
-        found = run_step(model, inputs, 3)
+        found = run_step(model, inputs, SEED)
     except Exception as error:
         return error
-    return found | {"the random generator": torch.get_rng_state().double()}
+    found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
+    return found | {"the random generator": torch.get_rng_state()}
 
 
-def difference(model: nn.Module, inputs: Any) -> str:
-    """What the swapped model does otherwise than its host in a training step in float64, with
-    DropPath and dropout as the model has them and the same seed; "" where it is the same to 1e-9,
-    and to 1e-5 where the host itself rounds to fp32.
+def in_float64(model: nn.Module, inputs: Any) -> Found:
+    """A training step in float64, with DropPath and dropout as the model has them and one seed, the
+    same to 1e-9 of the largest value.
 
     Raises: NotShrunk where the host refuses this training step, or does not repeat it.
     """
     host = copy.deepcopy(model).double().train()
-    swapped = copy.deepcopy(host)
-    try:
-        swap_in(swapped)
-    except Exception as error:
-        return f"swap_in raises {type(error).__name__}: {error}"
-    wanted, actual = _training_step(host, inputs), _training_step(swapped, inputs)
+    twin = compiled(copy.deepcopy(host))
+    before = copy.deepcopy(host)
+    wanted, actual = training_step(host, inputs), training_step(twin, inputs)
     if isinstance(wanted, Exception):
         if isinstance(actual, Exception):
             raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
-        return f"the host raises {wanted}"
+        return Found(f"the host raises {wanted}", reports_of(twin))
     if isinstance(actual, Exception):
-        return f"raises {type(actual).__name__}: {actual}"
+        return Found(f"raises {type(actual).__name__}: {actual}", reports_of(twin))
+    wrong = difference(wanted, actual)
+    if wrong:
+        again = training_step(before, inputs)
+        if isinstance(again, Exception) or difference(wanted, again):
+            raise NotShrunk("the host does not repeat a training step with the same seed")
+    return Found(wrong, reports_of(twin))
+
+
+def difference(wanted: dict[str, Tensor], actual: dict[str, Tensor]) -> str:
+    """The first difference beyond rounding in float64, in words; "" where there is none. A gradient
+    that is zero but for rounding is measured by the largest of its layer."""
     if actual.keys() != wanted.keys():
-        return f"other gradients: {sorted(actual.keys() ^ wanted.keys())}"
-    # A host that was swapped may itself round to fp32, in a softmax or a norm. A gradient that is
-    # zero but for rounding is measured by the largest of its layer.
-    tolerance = max(
-        (m.fused_tolerance for m in swapped.modules() if isinstance(m, Fused)), default=0
-    )
-    rounding = tolerance if tolerance > EXACT else ROUNDING
-    peaks = layer_peaks(wanted)
+        return f"other tensors: {sorted(actual.keys() ^ wanted.keys())}"
+    peaks = layer_peaks({n: x for n, x in wanted.items() if x.is_floating_point()})
     for name, a in wanted.items():
         b = actual[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} is {b.dtype} {list(b.shape)}, the host's {a.dtype} {list(a.shape)}"
+        if not a.is_floating_point():
+            if not torch.equal(a, b):
+                return f"{name} differs"
+            continue
         same = (a == b) | (a.isnan() & b.isnan())  # infinities too
-        limit = tolerance * (1 + largest(a)) + rounding * peaks[layer_of(name)]
-        if not (a - b).masked_fill(same, 0).abs().le(limit).all():
-            again = _training_step(host, inputs)
-            if isinstance(again, Exception) or not torch.equal(
-                a.nan_to_num(), again[name].nan_to_num()
-            ):
-                raise NotShrunk("the host does not repeat a training step with the same seed")
-            return f"{name} differs by {(a - b).masked_fill(same, 0).abs().max():.1e} in float64"
+        limit = EXACT * (1 + largest(a)) + ROUNDING * peaks[layer_of(name)]
+        error = (a - b).masked_fill(same, 0).abs()
+        if not error.le(limit).all():
+            return f"{name} differs by {error.max():.1e} in float64"
     return ""
+
+
+def in_fp32(model: nn.Module, inputs: Any) -> Found:
+    """A training step in fp32 with one seed, by the 2x rule against the host in float64."""
+    oracle = run_step(copy.deepcopy(model).double().train(), inputs, SEED)
+    twin = compiled(copy.deepcopy(model).float().train())
+    actual = run_step(twin, inputs, SEED)
+
+    def specification() -> dict[str, Tensor]:
+        return run_step(copy.deepcopy(model).float().train(), inputs, SEED)
+
+    def floats(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: x for n, x in found.items() if oracle[n].is_floating_point()}
+
+    if actual.keys() != oracle.keys():
+        return Found(f"other tensors: {sorted(actual.keys() ^ oracle.keys())}", reports_of(twin))
+    errors = errors_beside(
+        floats(actual), lambda: floats(specification()), floats(oracle), torch.float32
+    )
+    failed = [e for e in errors if not e.passed]
+    return Found(f"2x rule: {failed[0]}" if failed else "", reports_of(twin))

@@ -7,9 +7,10 @@ Nothing is downloaded.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,22 +142,10 @@ def timm_small(name: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, size, size, generator=generator)
 
 
-def _timm_full(name: str) -> nn.Module:
-    import timm
-
-    return timm.create_model(name, pretrained=False)
-
-
 def torchvision_names() -> list[str]:
     from torchvision import models
 
     return [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit"))]
-
-
-def _torchvision_full(name: str) -> nn.Module:
-    from torchvision import models
-
-    return models.get_model(name)
 
 
 def torchvision_small() -> tuple[nn.Module, Tensor]:
@@ -274,6 +263,8 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
             return timm_small(name, **rates)
         except TypeError:  # a family without DropPath
             return timm_small(name)
+    if host == "nn":
+        return NN[name](), torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     if host == "torchvision":
         return torchvision_small() if name.startswith("vit_") else None
     for key, (model_class, _, _) in HF_MODELS.items():
@@ -307,17 +298,52 @@ def hf_names() -> list[str]:
     return sorted(found, key=lambda name: ("For" in name, name))
 
 
-def _hf_full(name: str) -> nn.Module:
-    import transformers
+class _Tower(nn.Module):
+    """A model of one's own around torch's encoder."""
 
-    cls = getattr(transformers, name)
-    return cls(cls.config_class())
+    def __init__(self, encoder: nn.Module):
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
 
 
-# host -> its names that get a row, and the builder of a name at its own size
-FULL: dict[str, tuple[Callable[[], list[str]], Callable[[str], nn.Module]]] = {
-    "timm": (timm_names, _timm_full),
-    "torchvision": (torchvision_names, _torchvision_full),
-    "transformers": (hf_names, _hf_full),
+def _encoder(**more: Any) -> nn.Module:
+    settings: dict[str, Any] = dict(activation="gelu", batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(64, 2, 128, **(settings | more))
+    return _Tower(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+NN: dict[str, Callable[[], nn.Module]] = {
+    "TransformerEncoder": lambda: _encoder(dropout=0.0),
+    "TransformerEncoder, dropout": lambda: _encoder(dropout=0.1),
+    "TransformerEncoder, ReLU": lambda: _encoder(dropout=0.0, activation="relu"),
+    "TransformerEncoder, post-norm": lambda: _encoder(dropout=0.0, norm_first=False),
+    "TransformerEncoder, without bias": lambda: _encoder(dropout=0.0, bias=False),
+}
+
+
+# host -> its package, and the names that get a row
+FULL: dict[str, tuple[str, Callable[[], list[str]]]] = {
+    "timm": ("timm", timm_names),
+    "torchvision": ("torchvision", torchvision_names),
+    "transformers": ("transformers", hf_names),
+    "nn": ("torch", lambda: list(NN)),
 }
 HOSTS = tuple(FULL)
+
+
+def names(host: str) -> list[str]:
+    return FULL[host][1]()
+
+
+def version_of(host: str) -> str:
+    return importlib.metadata.version(FULL[host][0]).partition("+")[0]
+
+
+def import_all(hosts: Sequence[str]) -> None:
+    """What a process of its own would import for a second, in the one that it is forked from."""
+    for host in hosts:
+        importlib.import_module(FULL[host][0])
+    importlib.import_module("torch._dynamo")
