@@ -4,7 +4,7 @@ swapped models, beside their hosts.
 The tensors are so small that computing takes next to nothing. With a GPU, calls are enqueued and
 not waited for. Without one everything but the launch itself still runs: checks, autograd.Function,
 operator dispatch, allocation; `JITFunction.run` is replaced by nothing ("ours, no launch"). "Ours,
-on a CPU" is what runs there: PyTorch's path of an op, the host's forward of a swapped model. The
+on a CPU" is what runs there: PyTorch's path of an op, the rewritten graph of a swapped model. The
 clock is the processor's time, which other processes do not stretch. What a kernel should have
 written is left over memory: numbers too small for fp32's exponent would slow the products that read
 them several times over, so they count as zeros.

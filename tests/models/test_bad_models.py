@@ -459,7 +459,7 @@ SWAPS: list[tuple[str, Callable[[nn.Module], Any], type[Exception], str]] = [
             f"swap_in-{argument}={x!r}",
             lambda m, argument=argument, x=x: fk.swap_in(m, **{argument: x}),
             TypeError,
-            "swap_in: only and skip take modules, names, classes, a .* got (int|float|None|tup)",
+            f"swap_in: {argument} takes names of modules or .* got (int|float|None|tup)",
         )
         for argument in ("only", "skip")
         for x in (3, 2.5, [3], ["0", None], [("0",)])
