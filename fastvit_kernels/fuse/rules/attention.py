@@ -162,6 +162,8 @@ def turned_by_heads(g: Graph, call: Call) -> None:
     if not rope.normed_alike(q, k):
         q, k = turned_heads(call, call.q, False), turned_heads(call, call.k, False)
     need(eq(shape(call.q), shape(call.k)), "keys of another shape than queries")
+    alike = val(q.x).dtype == val(k.x).dtype and val(q.x).device == val(k.x).device
+    need(alike, "keys of another dtype or device than queries")
     root = joined(g, call.node)[0]
     options = rope.arguments(g, root, q, k)
     given = [t.x if t.by_tokens else g.emit(root, aten.transpose.int, t.x, 1, 2) for t in (q, k)]
