@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from rewritten import fired
 from torch import nn
 
+from fastvit_kernels.runtime.backend import backend
+
 C, T, BATCH = 16, 5, 3
 NARROW = "norm in autocast's dtype"
 
@@ -131,6 +133,23 @@ def residual_detached(m, x):
 @pytest.mark.parametrize("spell", [detached, residual_detached])
 def test_gradients_that_a_model_stops_stay_stopped(spell):
     assert fired(Block(spell), tokens())["norm_and_input"] == 0
+
+
+def branch_detached(m, x):
+    return x.detach() + m.fc(m.norm(x.detach())).detach()
+
+
+def test_a_result_without_a_gradient_stays_one():
+    with_kernels(branch_detached)
+
+
+def test_frozen_inputs_are_handed_on():
+    assert with_kernels(lambda m, x: twice(m, x.detach()))["norm_and_input"] == 2
+
+
+def with_kernels(spell):
+    with backend("triton"):  # theirs need a gradient wherever one of their inputs does
+        return fired(Block(spell).float(), tokens().float(), rtol=1e-3, atol=1e-3)
 
 
 def test_frozen_norms():

@@ -60,7 +60,10 @@ def norm_and_input(g: Graph, n: Node) -> None:
     both = fk.layer_norm_and_input if op(n) == "fk.layer_norm" else fk.rms_norm_and_input
     pair = g.emit(n, both, *n.args, **n.kwargs)
     y = g.emit(n, operator.getitem, pair, 0, like=n)
-    same = g.emit(n, operator.getitem, pair, 1, like=x)
+    same = g.emit(n, operator.getitem, pair, 1)
+    # with a frozen x it needs a gradient where the norm's parameters do
+    learns = val(reader).requires_grad or not val(same).requires_grad
+    need(learns, "a sum that takes no gradient")
     reader.replace_input_with(x, same)
     g.replace(n, y, [], "norm_and_input")
 
