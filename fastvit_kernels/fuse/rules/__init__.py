@@ -16,6 +16,7 @@ from . import (
     mlp,
     norms,
     patches,
+    products,
     rows,
     written_attention,
 )
@@ -31,6 +32,9 @@ class Rule(NamedTuple):
 NORMS = ("fk.layer_norm", "fk.rms_norm")
 RULES = (
     Rule(patches.patch_embed, ("conv2d", "conv3d")),
+    Rule(products.product_of_weight, ("matmul", "mm")),
+    Rule(products.addmm, ("addmm",)),
+    Rule(products.einsum, ("einsum",)),
     Rule(norms.layer_norm, ("layer_norm",)),
     Rule(norms.rms_norm, ("rms_norm",)),
     Rule(norms.written_rms_norm, ("rsqrt",)),
