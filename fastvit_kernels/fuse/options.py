@@ -145,21 +145,31 @@ def draw_of(g: Graph, rows: Node, reader: Node) -> tuple[float, list[Node]]:
     """The rate of bernoulli(1 - rate) / (1 - rate), one number a sample, and what draws it."""
     drawing: list[Node] = []
     factor, at = 1.0, rows
-    while True:
+    while op(at) not in ("bernoulli_", "floor", "floor_"):
         need(isinstance(at, Node) and g.only_reader(at) is reader, "draws that others read")
         drawing.append(at)
         name = op(at).rstrip("_")
-        if name == "bernoulli":
-            break
         if name in ("div", "mul") and len(at.args) == 2 and not at.kwargs:
             need(is_number(at.args[1]) and at.args[1] > 0, "draws under a scale")
             factor = factor / at.args[1] if name == "div" else factor * at.args[1]
         else:
-            need(name in ORDER_KEEPING, "no draws of stochastic depth")
+            need(name in (*ORDER_KEEPING, "to"), "no draws of stochastic depth")
         reader, at = at, at.args[0]
-    b = bound(at)
-    empty, keep = b["self"], b.get("p")
-    need(op(at) == "bernoulli_" and b["generator"] is None, "draws by a generator")
+    need(g.only_reader(at) is reader, "draws that others read")
+    keep, start = keep_of(at)
+    need(all(g.only_reader(m) is not None for m in start), "draws that others read")
     need(is_number(keep) and 0 < keep < 1 and abs(factor * keep - 1) < 1e-6, "draws, not scaled")
-    need(op(empty) == "empty" and g.only_reader(empty) is at, "draws into something else")
-    return 1 - keep, [*drawing, empty]
+    return 1 - keep, [*drawing, *start]
+
+
+def keep_of(at: Node) -> tuple[Any, list[Node]]:
+    """bernoulli_(empty, keep), or floor(rand + keep): the probability of 1, and its nodes."""
+    b = bound(at)
+    made = b["self"]
+    if op(at) == "bernoulli_":
+        need(b["generator"] is None and op(made) == "empty", "draws by a generator, or into x")
+        return b.get("p"), [at, made]
+    need(op(made) == "add" and bound(made).get("alpha") == 1, "no draws of stochastic depth")
+    rand, keep = made.args[:2]
+    need(op(rand) == "rand" and rand.kwargs.get("generator") is None, "no draws of rand")
+    return keep, [at, made, rand]

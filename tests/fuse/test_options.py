@@ -178,6 +178,11 @@ def scaled_out_of_place(x):
     return (drawn(x) / KEEP) * x
 
 
+def transformers_(x):
+    mask = torch.floor(torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device) + KEEP)
+    return x.div(KEEP) * mask
+
+
 class Deep(nn.Module):
     def __init__(self, draw, spell=None):
         super().__init__()
@@ -197,7 +202,7 @@ def skips(module, x):
     return y, rules_of(module)[SKIP]
 
 
-@pytest.mark.parametrize("draw", [timms, scaled_out_of_place])
+@pytest.mark.parametrize("draw", [timms, scaled_out_of_place, transformers_])
 def test_skip_keeps_a_fixed_count_and_scales_it(draw):
     module, x = Deep(draw), tokens()
     y, times = skips(module, x)
@@ -227,6 +232,12 @@ def test_skip_in_a_model_of_timm():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("draw", [timms, scaled_out_of_place, transformers_])
+def test_masks_are_the_hosts_own_draws(draw):
+    rules = fired(Deep(draw).double(), tokens().double())
+    assert rules["residual and row_scale"] == 1
+
+
 def test_mask_is_the_default():
     model = vit(drop_path_rate=0.5).train()
     compiled(model)(images())
@@ -239,6 +250,16 @@ def unscaled(x):
 
 def other_scale(x):
     return x * drawn(x).div_(KEEP / 2)
+
+
+def rounded_otherwise(x):
+    mask = torch.rand((x.shape[0], 1, 1), dtype=x.dtype) + KEEP
+    return x.div(KEEP) * mask.round()
+
+
+def half_of_it(x):
+    mask = torch.floor(torch.rand((x.shape[0], 1, 1), dtype=x.dtype) * 2)
+    return x.div(KEEP) * mask
 
 
 def by_token(x):
@@ -283,7 +304,16 @@ def of_each_sample(m, x):
     return x + timms(m.fc(m.norm(x) * m.scale))
 
 
-LOOK_ALIKES = [unscaled, other_scale, by_token, once_for_all, of_given, plain_dropout]
+LOOK_ALIKES = [
+    unscaled,
+    rounded_otherwise,
+    half_of_it,
+    other_scale,
+    by_token,
+    once_for_all,
+    of_given,
+    plain_dropout,
+]
 SPELLINGS = [
     shared_mask,
     other_branch,

@@ -8,14 +8,16 @@ row_scale is one number a sample (DropPath), layer_scale one a column.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 import fastvit_kernels as fk
 
 from ..graph import Decline, Graph, aten, is_float, need, same_shape
-from ..views import bound, eq, is_tensor, op, same_tensor, shape, val
+from ..views import bound, eq, is_number, is_tensor, op, same_tensor, shape, val
 from .linear import linear_of
 
 BRANCHES = ("linear", "fk.linear", "fk.mlp", "fk.gated_mlp")
@@ -30,21 +32,30 @@ def epilogue(g: Graph, n: Node) -> None:
         path: list[Node] = []
         try:
             with g.attempt():
-                branch, scales = scaled_branch(y, path)
-                return fold(g, n, branch, residual, scales, path)
+                branch, scales, divisor = scaled_branch(y, path)
+                return fold(g, n, branch, residual, scales, divisor, path)
         except Decline as reason:
             why = str(reason)
     raise Decline(why)
 
 
 def fold(
-    g: Graph, n: Node, branch: Node, residual: Node, scales: dict[str, Node], path: list[Node]
+    g: Graph,
+    n: Node,
+    branch: Node,
+    residual: Node,
+    scales: dict[str, Node],
+    divisor: float,
+    path: list[Node],
 ) -> None:
     need(branch is not residual and same_shape(residual, n), "a residual that broadcasts")
     need(is_float(residual), "an integer residual")
     need(val(residual).device == val(n).device, "a residual on another device")
     gone = g.absorb([branch, *path], n)
     scales = {k: as_vector(g, n, s) for k, s in scales.items()}
+    if divisor != 1:
+        need("row_scale" in scales, "a branch divided by a number")
+        scales["row_scale"] = divided(g, n, scales["row_scale"], divisor)
     new = with_epilogue(g, n, branch, residual=residual, **scales)
     g.replace(n, new, gone, " and ".join(["residual", *sorted(scales)]))
 
@@ -62,9 +73,18 @@ def as_vector(g: Graph, n: Node, scale: Node) -> Node:
     return scale if val(scale).ndim == 1 else g.emit(n, aten.reshape.default, scale, [-1])
 
 
-def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node]]:
-    """The product under a layer scale and a row scale, in either order."""
+def divided(g: Graph, n: Node, scale: Node, divisor: float) -> Node:
+    """In fp32 at least: one rounded factor would scale all of a sample."""
+    wide = torch.promote_types(val(scale).dtype, torch.float32)
+    if val(scale).dtype != wide:
+        scale = g.emit(n, aten.to.dtype, scale, wide)
+    return g.emit(n, aten.div.Tensor, scale, divisor)
+
+
+def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node], float]:
+    """The product under a layer scale, a row scale and a divisor, in any order."""
     scales: dict[str, Node] = {}
+    divisor = 1.0
     while True:
         y = same_tensor(y, path)
         if op(y) in BRANCHES:
@@ -74,7 +94,12 @@ def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node]]:
             need(not taken, "a branch that has its residual already")
             if op(y) == "linear":
                 linear_of(y)
-            return y, scales
+            return y, scales, divisor
+        if is_divided(y):
+            path.append(y)
+            y, by = y.args  # type: ignore[assignment]
+            divisor *= by  # type: ignore[operator]
+            continue
         need(op(y) == "mul" and all(map(is_tensor, y.args)), "a sum of no linear layer")
         path.append(y)
         for z, scale in (y.args, y.args[::-1]):
@@ -87,7 +112,14 @@ def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node]]:
 
 
 def is_product(z: Node) -> bool:
-    return op(same_tensor(z, [])) in (*BRANCHES, "mul")
+    z = same_tensor(z, [])
+    return op(z) in (*BRANCHES, "mul") or is_divided(z)
+
+
+def is_divided(y: Node) -> bool:
+    """Whether y is something divided by a positive number, as transformers' DropPath does."""
+    plain = op(y) == "div" and len(y.args) == 2 and not y.kwargs and is_tensor(y.args[0])
+    return plain and is_number(y.args[1]) and 0 < y.args[1] < math.inf and is_float(y.args[0])
 
 
 def scale_kind(scale: Node, y: Node) -> str | None:
