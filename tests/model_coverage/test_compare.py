@@ -1,4 +1,4 @@
-"""The judge of swapped models: what it passes, stops, and does not judge."""
+"""The judge of fused models: what it passes, stops, and does not judge."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.swap.compare import model_errors
-from fastvit_kernels.swap.errors import layer_of
+from fastvit_kernels.measure.model_errors import layer_of, model_errors
 from tests.model_coverage import compare, shrink
-from tests.model_coverage.compare import difference, randomize
+from tests.model_coverage.compare import in_float64, in_fp32, randomize
 
 
 def model():
@@ -20,12 +19,15 @@ def model():
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 
 
-def _spoiled(monkeypatch, spoil):
-    def swap(model):
-        spoil(model)
+def told(monkeypatch, spoil, host=None, judge=in_float64):
+    """What is said of a twin that `spoil` has had in place of our backend."""
 
-    monkeypatch.setattr(compare, "swap_in", swap)
-    return difference(model(), X.double())
+    def compiled(model):
+        spoil(model)
+        return model
+
+    monkeypatch.setattr(compare, "compiled", compiled)
+    return judge(host or model(), X).wrong
 
 
 def refuse(x, *args, **kwargs):
@@ -45,64 +47,108 @@ class Restless(nn.Linear):
         return super().forward(x) * Restless.calls
 
 
-def test_equal_models_differ_in_nothing():
-    assert difference(model(), X.double()) == ""
+class Peak(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+        self.register_buffer("peak", torch.zeros(()))
+
+    def forward(self, x):
+        self.peak.add_(1)
+        return super().forward(x)
 
 
-def test_a_wrong_gradient_alone_is_told(monkeypatch):
+def test_a_fused_model_differs_in_nothing_and_has_its_reports():
+    class Tower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = model()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    for judge in (in_float64, in_fp32):
+        found = judge(Tower(), X)
+        assert found.wrong == "" and len(found.reports) == 1 and found.reports[0].share == 1
+
+
+def _scale_a_gradient(model):
+    model.linear1.bias.register_hook(lambda d: d * (1 + 1e-6))
+
+
+def _freeze(model):
+    model.norm1.weight.requires_grad_(False)
+
+
+def _draw(model):
+    model.register_forward_hook(lambda *_: torch.rand(1) and None)
+
+
+def _refuse(model):
+    model.linear1.register_forward_pre_hook(refuse)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_scale_a_gradient, "dlinear1.bias differs by"),
+        (_freeze, "other tensors: ['dnorm1.weight']"),
+        (_draw, "the random generator differs"),
+        (_refuse, "raises ValueError: not this one"),
+        (lambda model: model.half(), "out is torch.float16"),
+    ],
+)
+def test_a_difference_is_told(monkeypatch, spoil, said):
+    assert told(monkeypatch, spoil).startswith(said)
+
+
+def test_a_buffer_that_is_not_written_is_told(monkeypatch):
     def spoil(model):
-        model.linear1.bias.register_hook(lambda d: d * (1 + 1e-6))
+        model.forward = lambda x: nn.Linear.forward(model, x)
 
-    assert _spoiled(monkeypatch, spoil).startswith("dlinear1.bias differs by")
+    assert told(monkeypatch, spoil, Peak()) == "buffer peak differs by 1.0e+00 in float64"
 
 
-def test_a_missing_gradient_is_told(monkeypatch):
+def test_dropout_is_compared(monkeypatch):
+    host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
+    assert told(monkeypatch, lambda model: model.eval(), host) != ""
+
+
+def test_fp32_is_held_to_the_2x_rule(monkeypatch):
     def spoil(model):
-        model.norm1.weight.requires_grad_(False)
+        model.linear2.bias.register_hook(lambda d: (1 + 1e-5) * d)
 
-    assert _spoiled(monkeypatch, spoil) == "other gradients: ['dnorm1.weight']"
-
-
-def test_another_draw_is_told(monkeypatch):
-    def draw(*_):
-        torch.rand(1)
-
-    told = _spoiled(monkeypatch, lambda model: model.register_forward_hook(draw))
-    assert told.startswith("the random generator differs")
+    assert told(monkeypatch, spoil, judge=in_fp32).startswith("2x rule: dlinear2.bias")
 
 
-def test_one_of_both_that_raises_is_told(monkeypatch):
-    def ours(model):
-        model.linear1.register_forward_pre_hook(refuse)
+def test_infinities_are_compared_and_hide_nothing():
+    hidden = torch.tensor([1.0, -torch.inf, torch.nan], dtype=torch.float64)
+    other = torch.tensor([1.1, -torch.inf, torch.nan], dtype=torch.float64)
+    assert compare.difference({"out": hidden}, {"out": hidden}) == ""
+    assert compare.difference({"out": hidden}, {"out": other}) != ""
+    assert compare.difference({"out": hidden}, {"out": hidden.nan_to_num()}) != ""
+    assert compare.difference({"out": hidden}, {"out": hidden.float()}).startswith("out is torch.f")
 
-    assert _spoiled(monkeypatch, ours) == "raises ValueError: not this one"
 
-    def swap(model):
+def test_a_host_that_raises_alone_is_told(monkeypatch):
+    def mend(model):
         model.linear1 = nn.Linear(16, 32).double()
 
-    monkeypatch.setattr(compare, "swap_in", swap)
     host = model()
     host.linear1 = Refusing(16, 32)
-    assert difference(host, X.double()) == "the host raises not this one"
+    assert told(monkeypatch, mend, host) == "the host raises not this one"
 
 
 def test_where_both_raise_nothing_was_judged():
     host = model()
     host.linear1 = Refusing(16, 32)
     with pytest.raises(shrink.NotShrunk, match="the host raises ValueError: not this one"):
-        difference(host, X.double())
+        in_float64(host, X)
 
 
 def test_a_host_that_does_not_repeat_itself_is_not_judged():
-    host = model()
-    host.linear1 = Restless(16, 32)
+    host = nn.Sequential(Restless(16, 16))
     with pytest.raises(shrink.NotShrunk, match="does not repeat a training step"):
-        difference(host, X.double())
-
-
-def test_a_swap_that_raises_is_told(monkeypatch):
-    monkeypatch.setattr(compare, "swap_in", refuse)
-    assert difference(model(), X.double()) == "swap_in raises ValueError: not this one"
+        in_float64(host, X)
 
 
 @pytest.mark.parametrize("name", ["linear1.weight", "norm1.bias", "self_attn.in_proj_bias"])
@@ -113,38 +159,6 @@ def test_errors_are_of_every_gradient(name):
     wrong = [e.name for e in model_errors(model(), X, swap=swap) if not e.passed]
     assert wrong == [f"d{name}"]
     assert all(e.passed for e in model_errors(model(), X, swap=lambda model: None))
-
-
-def test_a_wrong_gradient_of_the_images_is_told(monkeypatch):
-    """Also of a norm, where a gradient of ones would be zero."""
-
-    def spoil(model):
-        model.register_forward_pre_hook(lambda m, args: (_scaled(args[0], 1.001),))
-
-    monkeypatch.setattr(compare, "swap_in", spoil)
-    for host in (model(), nn.LayerNorm(16)):
-        assert difference(host, X.double()).startswith("dinput0 differs by")
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return grads[0] * ctx.factor, None
-
-
-def _scaled(x, factor):
-    return _Scaled.apply(x, factor)
-
-
-def test_dropout_is_compared(monkeypatch):
-    monkeypatch.setattr(compare, "swap_in", lambda model: model.eval())
-    host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
-    assert difference(host.eval(), X.double()) != ""
 
 
 def test_randomize_moves_every_parameter():

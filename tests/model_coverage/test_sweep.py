@@ -1,9 +1,10 @@
-"""The sweep over all models: how they are made small, and what it takes for a difference."""
+"""The sweep over all models: how they are made small, run apart, and written down."""
 
 from __future__ import annotations
 
-import copy
 import itertools
+import os
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,108 +12,78 @@ import pytest
 import torch
 from torch import nn
 
-from fastvit_kernels.swap.hosts.fused import Fused
-from tests.model_coverage import compare, model_zoo, shrink, sweep
+from fastvit_kernels.fuse.report import GraphReport, Left
+from tests.model_coverage import model_zoo, shrink, sweep
 
-timm = pytest.importorskip("timm")
-
-
-class Noise(nn.Module):
-    def __init__(self, gain):
-        super().__init__()
-        self.fc, self.gain = nn.Linear(8, 8), gain
-
-    def forward(self, x):
-        return self.gain * self.fc(x)
+pytest.importorskip("timm")
 
 
-def _wrong(model):
-    model.gain = 1.01
+def test_a_model_is_a_row_with_its_share():
+    row, key = sweep.run_model("nn", "TransformerEncoder", {})
+    assert (row.share, row.share_float64, row.graphs) == ("100.0", "100.0", "1")
+    assert (row.run, row.left) == ("same", "")
+    other = "TransformerEncoder, ReLU"
+    again, _ = sweep.run_model("nn", other, {key: row})
+    assert again != row, "it is another model"
+    assert sweep.run_model("nn", "TransformerEncoder", {key: again})[0].share == again.share
 
 
-def _raises(model):
-    raise RuntimeError("half way")
+def test_a_share_is_of_flops_and_reasons_have_theirs():
+    lefts = [Left("a", "conv2d", 30, "it overlaps"), Left("b", "matmul", 10, "no softmax")]
+    reports = [GraphReport(flops=100, fused_flops=60, left=lefts), GraphReport(flops=100)]
+    assert sweep.share_of(reports) == 30.0 and sweep.share_of([]) == 0.0
+    assert sweep.reasons_of(reports) == "conv2d: it overlaps (15.0 %); matmul: no softmax (5.0 %)"
 
 
-@pytest.mark.parametrize(
-    ("swap", "found"),
-    [
-        (lambda model: None, ""),
-        (_wrong, "out0 differs by"),
-        (_raises, "swap_in raises RuntimeError: half way"),
-        (lambda model: setattr(model, "gain", None), "raises TypeError"),
-        (lambda model: model.fc.bias.requires_grad_(False), "other gradients: ['dfc.bias']"),
-    ],
-)
-def test_a_difference_is_found(swap, found, monkeypatch):
-    monkeypatch.setattr(compare, "swap_in", swap)
-    said = compare.difference(Noise(1.0), torch.randn(2, 8))
-    assert said.startswith(found)
-    assert bool(said) == bool(found)
+def _behave(host, name, known):
+    if name == "slow":
+        time.sleep(60)
+    if name == "dead":
+        os._exit(7)
+    if name == "raises":
+        raise ValueError("half way\nand more")
+    return sweep.Row(host, "1", name, run="same"), name
 
 
-class SwappedNoise(Fused, Noise):
-    def forward(self, *args):
-        return Noise.forward(self, *args)
+def test_each_model_runs_apart_with_a_limit(monkeypatch):
+    monkeypatch.setattr(sweep, "run_model", _behave)
+    names = [("nn", name) for name in ("slow", "dead", "raises", "good")]
+    found = {row.model: row.run for row in sweep.run_all(names, 2, 3.0)}
+    assert found == {
+        "slow": "not run: more than 3 s",
+        "dead": "not run: the process ended with 7",
+        "raises": "WRONG: ValueError: half way",
+        "good": "same",
+    }
 
 
-@pytest.mark.parametrize(("rounding", "gain"), [(1e-5, 1.0001), (1e-9, 1.000001), (1e-5, 1.000001)])
-def test_a_host_that_rounds_to_fp32_is_held_to_that(rounding, gain, monkeypatch):
-    def swap(model):
-        model.__class__, model.gain = SwappedNoise, gain
+@pytest.mark.parametrize("run", ["same", "WRONG: out0"])
+def test_a_run_goes_on_where_it_was(monkeypatch, tmp_path, capsys, run):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = []
 
-    monkeypatch.setattr(compare, "swap_in", swap)
-    monkeypatch.setattr(SwappedNoise, "fused_tolerance", rounding)
-    found = compare.difference(Noise(1.0), torch.randn(2, 8))
-    assert bool(found) == (gain - 1 > rounding)
+    def rows(names, jobs, limit):
+        ran.append(names)
+        return iter([sweep.Row(h, model_zoo.version_of(h), n, "90.0", run=run) for h, n in names])
 
-
-class Hidden(Noise):
-    """Some of its scores are minus infinity."""
-
-    def forward(self, x):
-        return super().forward(x).masked_fill(torch.arange(8) < 4, -torch.inf)
-
-
-@pytest.mark.parametrize("gain", [1.0, 1.01])
-def test_infinities_are_compared_and_hide_nothing(gain, monkeypatch):
-    monkeypatch.setattr(compare, "swap_in", lambda model: setattr(model, "gain", gain))
-    assert bool(compare.difference(Hidden(1.0), torch.randn(2, 8))) == (gain != 1)
-
-
-class Centred(Noise):
-    """The gradient of its bias is zero but for rounding, that of its weight is large."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y - y.mean(0)
+    monkeypatch.setattr(sweep, "run_all", rows)
+    words = ["--hosts", "nn", "--out", str(tmp_path / "t.csv")]
+    wrong = run != "same"
+    assert sweep.main([*words, "--models", "TransformerEncoder,"]) == wrong
+    assert sweep.main(words) == wrong and sweep.main([*words, "--again"]) == wrong
+    assert [len(names) for names in ran] == [4, 1, 5]
+    said = capsys.readouterr()
+    assert "5 models, 5 wrong" in said.out if wrong else "5 models, 0 wrong" in said.out
+    assert "nn: fused 0 all, 5 90 to 100 %, 0 50 to 90 %, 0 less; 0 not run" in said.out
+    assert ("TransformerEncoder: WRONG: out0" in said.err) == wrong
+    lines = (tmp_path / "t.csv").read_text().splitlines()
+    assert len(lines) == 6 and lines[0].startswith("host,version,model,share,")
 
 
-class SwappedCentred(Fused, Centred):
-    def forward(self, *args):
-        return Centred.forward(self, *args)
-
-
-@pytest.mark.parametrize(
-    ("rounding", "error", "told"),
-    [(1e-9, 1e-8, False), (1e-9, 1e-4, True), (1e-5, 1e-4, False), (1e-5, 1e4, True)],
-)
-def test_a_gradient_of_rounding_alone_is_measured_by_its_layer(rounding, error, told, monkeypatch):
-    """By the rounding of float64, or by that of a host which rounds to fp32."""
-
-    def swap(model):
-        model.__class__ = SwappedCentred
-        model.fc.bias.register_hook(lambda grad: grad + error)
-
-    monkeypatch.setattr(compare, "swap_in", swap)
-    monkeypatch.setattr(SwappedCentred, "fused_tolerance", rounding)
-    found = compare.difference(Centred(1e6), torch.randn(64, 8))
-    assert bool(found) == told
-
-
-def test_a_host_that_refuses_is_no_evidence():
-    with pytest.raises(shrink.NotShrunk, match="the host raises"):
-        compare.difference(Noise(None), torch.randn(2, 8))
+def test_the_command_refuses_what_names_no_model(capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--hosts", "timm", "--models", "resnet50_of_nobody"])
+    assert "no model's name begins with resnet50_of_nobody" in capsys.readouterr().err
 
 
 def test_layers_that_repeat_are_cut():
@@ -120,33 +91,6 @@ def test_layers_that_repeat_are_cut():
     shrink.shrink_repeats(model)
     assert [str(m) for m in model[:2]] == [str(nn.Linear(4, 4))] * 2
     assert len(model) == 4
-
-
-def test_a_model_of_known_parts_is_not_run_again(monkeypatch):
-    verify = sweep.Verifier([])
-    rows = [r.verified for r in sweep.rows(("pit_ti_",), verify, ["timm"])]
-    assert rows == ["float64", "same parts"]
-    verify.parts_of["pit_large"] = frozenset(verify.parts)
-    verify.parts_of["pit_other"] = frozenset([*verify.parts, "another"])
-    assert [verify.again(f"pit_{n}") for n in ("large", "other", "b")] == ["same parts", "", ""]
-    monkeypatch.setattr(sweep, "difference", lambda model, inputs: "something")
-    (row, *_) = sweep.rows(("pit_ti_",), sweep.Verifier([]), ["timm"])
-    assert row.verified == "WRONG: something"
-
-
-def test_models_that_differ_in_sizes_alone_have_one_form():
-    def block(width, heads, **flags):
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, **flags)
-        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(heads)))
-
-    form = sweep.form_of(block(32, 2))
-    assert form == sweep.form_of(block(64, 4))
-    assert form != sweep.form_of(block(32, 2, norm_first=True))
-    assert form != sweep.form_of(block(32, 2, bias=False))
-    assert form != sweep.form_of(block(32, 1))  # one head is another case
-    names = ("deit_small_patch", "deit_tiny_patch")
-    words = [r.verified for r in sweep.rows(names, None, ["timm"], one_of_each=True)]
-    assert words == ["", "as deit_small_patch16_224"]
 
 
 def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
@@ -217,96 +161,6 @@ def test_images_of_cut_models_are_small(name):
     found = shrink._hf_candidates(getattr(transformers, name))
     sizes = [build.args[1] for _, build, _ in found]
     assert sizes and max(sizes) <= shrink.LARGEST_IMAGE
-
-
-def _row(model, level="block", verified="", reason=""):
-    return sweep.Row("timm", model, level, reason, verified)
-
-
-def test_the_table_has_a_row_for_each_model(tmp_path):
-    rows = [
-        _row("vit_a", verified="yes"),
-        _row("vit_b", "parts", "as vit_a", "why"),
-        _row("vit_c", "none"),
-        _row("swin", verified="float64"),
-        _row("pit", verified="same parts"),
-        _row("deit", verified="as pit"),
-        _row("cait", verified="WRONG (torch): dx: 3"),
-    ]
-    sweep.write_table(rows, tmp_path / "coverage.csv")
-    lines = (tmp_path / "coverage.csv").read_text().splitlines()
-    assert len(lines) == 8
-    assert lines[2] == f"timm,{timm.__version__},vit_b,parts,as vit_a,why"
-    other = sweep.Row("torchvision", "vit_b_16", "parts", "")
-    assert list(sweep.counts([*rows, other])) == [
-        "timm: 5 block, 1 parts, 1 none",
-        "torchvision: 1 parts",
-    ]
-    told = "1 yes, 2 as another, 1 not run, 1 float64, 1 same parts, 1 WRONG"
-    assert sweep._runs(rows) == told
-
-
-@pytest.mark.parametrize("word", ["yes", "", "WRONG: out0"])
-def test_the_command_ends_with_1_where_a_model_is_wrong(tmp_path, monkeypatch, capsys, word):
-    monkeypatch.setattr(sweep, "rows", lambda *_: iter([_row("a", verified="yes"), _row("b")]))
-    monkeypatch.setattr(sweep.Verifier, "again", lambda self, name: word)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["--hosts", "timm", "--verify", "--out", str(tmp_path / "t.csv")]
-    assert sweep.main(words) == word.startswith("WRONG")
-    said = capsys.readouterr()
-    assert f"2 models, {int(word.startswith('WRONG'))} wrong" in said.out
-    assert ("b: WRONG: out0" in said.err) == word.startswith("WRONG")
-
-
-def test_the_command_refuses_what_names_no_model(capsys):
-    with pytest.raises(SystemExit):
-        sweep.main(["--hosts", "timm", "--models", "resnet50_of_nobody"])
-    assert "no model's name begins with resnet50_of_nobody" in capsys.readouterr().err
-
-
-def test_parts_that_failed_are_run_again(monkeypatch):
-    """Only what passed stands for another model; each small model is run once for equal ones."""
-    monkeypatch.setattr(sweep, "swapped_parts", lambda model: frozenset([model]))
-    answers = {"wrong": "WRONG: x", "right": "float64"}
-    ran = []
-    monkeypatch.setattr(sweep.Verifier, "_narrow", lambda *_: None)
-    monkeypatch.setattr(
-        sweep.Verifier, "_cut", lambda self, host, name: ran.append(name) or answers[name]
-    )
-    verify = sweep.Verifier([])
-    part = nn.Identity()
-    assert [verify("timm", n, part) for n in ("wrong", "wrong", "right", "wrong")] == [
-        "WRONG: x",
-        "WRONG: x",
-        "float64",
-        "same parts",
-    ]
-    assert ran == ["wrong", "wrong", "right"]
-
-
-def test_narrow_models_run_through_each_backend_off_their_first_weights(monkeypatch):
-    from fastvit_kernels.runtime.backend import get_backend
-    from fastvit_kernels.verify.accuracy import Error
-
-    seen = []
-
-    def errors(model, inputs):
-        seen.append((get_backend(), model.training, model[0].bias.abs().min().item() > 0))
-        return [Error("dx", share, share, 1.0, 1.0, 1.0, 1.0)]
-
-    def small(host, name):
-        model = nn.Sequential(nn.Linear(4, len(name)))
-        nn.init.zeros_(model[0].bias)
-        return model, torch.randn(2, 4)
-
-    monkeypatch.setattr(model_zoo, "small", small)
-    monkeypatch.setattr(sweep, "difference", lambda model, inputs: "")
-    monkeypatch.setattr(sweep, "model_errors", errors)
-    share, verify = 0.5, sweep.Verifier(["auto", "torch"])
-    assert [verify("timm", n, None) for n in ("aa", "bb", "ccc")] == ["yes"] * 3
-    assert seen == [("auto", False, True), ("torch", False, True)] * 2, "equal ones once"
-    share = 2.0
-    assert verify("timm", "dddd", None).startswith("WRONG (auto): dx")
 
 
 def test_cut_models_drop_paths():

@@ -1,0 +1,154 @@
+"""fk.compare and its command: what is run, what is said, and when there is no ratio."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fastvit_kernels as fk
+from fastvit_kernels.commands import cli
+from fastvit_kernels.measure import compare as module
+from fastvit_kernels.measure.comparison import Comparison, Row
+from fastvit_kernels.measure.gate import FAILED
+from fastvit_kernels.measure.model_errors import model_errors
+
+MACHINE = {"device": "cpu", "torch": "2.13.0"}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
+
+
+def compare(model=None, x=None, **settings):
+    torch.manual_seed(0)
+    model = model or Mlp()
+    return fk.compare(
+        model, torch.randn(2, 5, 16) if x is None else x, seconds=0.01, steps=2, **settings
+    )
+
+
+def test_a_comparison_says_at_once_what_it_runs_and_how_long():
+    said = []
+    compare(say=said.append, name="tiny")
+    assert said[0] == "tiny: eager, swapped; 2 first steps of each, then 0 s in turns"
+    assert re.fullmatch(r"a step takes \S+ ms in eager: some \d+ s in all", said[2])
+
+
+def test_without_a_kernel_there_is_a_time_and_no_ratio():
+    with fk.backend("torch"):
+        found = compare(ways=["swapped", "backend"])
+    ours = found.rows[1:]
+    assert [r.way for r in found.rows] == ["eager", "swapped", "backend"]
+    for row in ours:
+        assert row.ms > 0 and row.speedup is None and not row.kernels
+        assert row.note == "PyTorch runs it: the backend is 'torch'"
+        assert row.loss_gap == pytest.approx(0, abs=1e-6)
+    assert "none of our kernels ran" in found.line
+    assert not re.search(r"\d\.\d\dx", str(found))
+
+
+def test_where_kernels_run_there_is_a_ratio_with_its_spread():
+    with fk.backend("triton"):  # Triton's interpreter
+        row = compare(ways=["swapped"]).rows[1]
+    assert row.kernels and row.speedup_p20 <= row.speedup <= row.speedup_p80
+
+
+def test_a_ratio_whose_spread_holds_1_is_within_the_noise():
+    fast = Row("swapped", 1.0, speedup=1.5, speedup_p20=1.4, speedup_p80=1.6, kernels=True)
+    noise = Row("swapped", 1.0, speedup=1.1, speedup_p20=0.9, speedup_p80=1.3, kernels=True)
+    assert fast.ratio == "1.50x (1.40 to 1.60)"
+    assert noise.ratio == "within the noise"
+    told = Comparison("m", MACHINE, "forward", [Row("eager", 1.5), noise]).line
+    assert told == "m, forward: no difference beyond the noise (device cpu, torch 2.13.0)"
+    told = Comparison("m", MACHINE, "forward", [Row("eager", 1.5), noise, fast]).line
+    assert "swapped 1.50x (1.40 to 1.60) of eager" in told
+
+
+def test_wrong_numbers_have_no_ratio(monkeypatch):
+    def spoiled(model):
+        fk.swap_in(model)
+        model.fc1.weight.data.mul_(1.5)
+
+    monkeypatch.setattr(module, "model_errors", partial(model_errors, swap=spoiled))
+    with fk.backend("triton"):
+        row = compare(ways=["swapped"]).rows[1]
+    assert row.status == FAILED and row.speedup is None and "2x rule" in row.note
+
+
+def test_the_model_stays_as_it_is_and_a_way_that_fails_is_a_row():
+    model = Mlp()
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(2, 5, 16)
+
+    def loss(run):
+        if run is not model and not isinstance(run, Mlp):
+            raise RuntimeError("not compiled, please")
+        return run(x).square().mean()
+
+    found = compare(model, loss, ways=["compile"])
+    assert found.rows[1].status == "error" and "not compiled, please" in found.rows[1].note
+    assert "forward" not in vars(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("at", ["swapped", "turns"])
+def test_an_interrupt_keeps_what_is_there(monkeypatch, at):
+    prepare, timed = module.Race.prepare, module.time_together
+
+    def interrupted(self, model, name):
+        if name == at:
+            raise KeyboardInterrupt
+        prepare(self, model, name)
+
+    def turns(*args, **kwargs):
+        if at == "turns":
+            raise KeyboardInterrupt
+        timed(*args, **kwargs)
+
+    monkeypatch.setattr(module.Race, "prepare", interrupted)
+    monkeypatch.setattr(module, "time_together", turns)
+    found = compare()
+    assert found.interrupted and found.rows[0].ms > 0
+    assert len(found.rows) == (1 if at == "swapped" else 2)
+    assert found.line.endswith("interrupted")
+
+
+def test_compare_rejects():
+    with pytest.raises(ValueError, match=r"compare: ways are of eager, .*; got fast"):
+        compare(ways=["fast"])
+    for bad in (dict(steps=0), dict(seconds=0)):
+        with pytest.raises(ValueError, match="must be above 0"):
+            fk.compare(Mlp(), torch.randn(2, 5, 16), **bad)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        compare(x=torch.randn(2, 5, 3))
+
+
+def test_the_command_is_small_on_a_cpu_and_writes_a_table_and_a_picture(
+    tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("fastvit_kernels.commands.compare.SMALL", "vit_mnist")
+    words = ["compare", "--device", "cpu", "--time-budget", "0.01", "--out", str(tmp_path)]
+    with fk.backend("torch"):
+        assert cli.main(words) == 0
+    out, progress = capsys.readouterr()
+    assert "[4, 1, 28, 28]" in out and "none of our kernels ran" in out
+    assert progress.splitlines()[0].endswith("building vit_mnist")
+    assert {p.name for p in tmp_path.iterdir()} == {"compare.csv", "compare.png"}
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_model_is_built(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ["compare", "timm:no_such_model", "--device", "cpu", "--out", str(tmp_path / "file")]
+    assert cli.main(words) == 2
+    assert "--out" in capsys.readouterr().err
