@@ -1,6 +1,6 @@
 """`python -m bench`: measure ops and whole models side by side, draw, compare.
 
-    python -m bench contact --seconds 540 --out DIR     a borrowed GPU: right, fast, tuned
+    python -m bench quick --out DIR                     one GPU, ten minutes: right, fast, tuned
     python -m bench targets --out DIR                   the rows of the goals
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
     python -m bench attention --out DIR                 over T next to SDPA, five minutes
@@ -18,28 +18,24 @@ has become slower; 2 for a mistake in the command, 130 for an interrupt.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import STARTED, report, session
+from bench import STARTED, quick, report
 from bench.ops import MODES, OPS
-from bench.plan import WHOLE, targets
+from bench.plan import WHOLE
 from bench.rows import read_rows
-from bench.run import MOST_RESTARTS, Machine, run, run_without_gpu, this_machine, wanted_by
+from bench.run import Machine, run, this_machine, wanted_by
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
-from tests.check.isolated import Job, python
 
 MEASURED = {
     "targets": "time what the goals compare, alone on the machine",
     "all": "time everything, the most telling rows first",
     **{op: f"time the op {op}" for op in OPS},
     "vit": "time steps of whole models",
-    "profile": "sum kernel times of a training step by stage",
-    "host": "time what a call costs the host",
 }
 
 
@@ -47,15 +43,8 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=raw)
     add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
-    session.add_arguments(
-        add(
-            "contact",
-            aliases=["session"],
-            help="check, time and tune in a given time",
-            description=session.__doc__,
-            formatter_class=raw,
-        )
-    )
+    says = "check, time and tune in ten minutes"
+    quick.add_arguments(add("quick", help=says, description=quick.__doc__, formatter_class=raw))
     for name, says in MEASURED.items():
         _add_measuring(add(name, help=says), name)
     add("plot", help="redraw everything from a CSV").add_argument("folder", type=Path)
@@ -68,7 +57,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=report.THRESHOLD,
         help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
     )
-    session.add_warm_arguments(add("warm", help="first launches of the targets, to compile"))
     add("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
 
@@ -95,10 +83,6 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
     options.add(parser, "--time-budget", help="measure no further case after these")
     options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
-    # processes before this one that lost the GPU and measured nothing
-    parser.add_argument(
-        "--restarts", type=int, choices=range(MOST_RESTARTS + 1), default=0, help=argparse.SUPPRESS
-    )
 
 
 def main(
@@ -109,7 +93,7 @@ def main(
         words = ["all", *words]
     arguments = build_parser().parse_args(words)
     try:
-        status = _run(arguments, words, machine, started)
+        status = _run(arguments, machine, started)
         sys.stdout.flush()
         return status
     except (CommandError, OSError) as error:  # a disk that is full
@@ -120,12 +104,7 @@ def main(
         return 130
 
 
-def _run(
-    arguments: argparse.Namespace,
-    words: Sequence[str],
-    machine: Machine | None,
-    started: float | None,
-) -> int:
+def _run(arguments: argparse.Namespace, machine: Machine | None, started: float | None) -> int:
     console, command = make_console(), arguments.command
     if command == "plot":
         return report.run_plot(read_rows(arguments.folder), arguments.folder, console)
@@ -135,26 +114,18 @@ def _run(
     if command == "docs":
         return report.write_docs()
     machine = machine or this_machine(arguments)
-    if command in ("contact", "session"):
-        return session.run(arguments, machine is not None)
-    if machine is None and command in ("targets", "warm"):
-        raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
-    if command == "warm":
-        jobs = [Job(t.title, python("bench.session", f"{n}")) for n, t in enumerate(targets())]
-        budget = arguments.time_budget or math.inf
-        return session.run_warm(jobs, arguments.jobs, budget, arguments.out)
+    if command == "quick":
+        return quick.run(arguments, machine is not None)
     asked = ("shape", "mode", "dtype", "provider", "time_budget")
     if command == "attention" and all(getattr(arguments, name) is None for name in asked):
         # what most ask: speed over T next to SDPA, in five minutes
         arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
         arguments.dtype, arguments.time_budget = ["bf16"], 300.0
     wanted = wanted_by(arguments, (*WHOLE, *OPS) if command in ("all", "targets") else (command,))
-    if machine is None and wanted.model:
-        raise CommandError(f"torch sees no GPU to measure {wanted.model} on")
     if machine is None:
-        return run_without_gpu(arguments, console)
+        raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     arguments.out = arguments.out or Path("bench-out")
-    return run(arguments, wanted, words, machine, console, started)
+    return run(arguments, wanted, machine, console, started)
 
 
 if __name__ == "__main__":

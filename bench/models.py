@@ -30,7 +30,7 @@ from fastvit_kernels.measure.turns import attempt, take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 from fastvit_kernels.verify.accuracy import Error, Tensors
 
-VIT, PROFILE = "vit", "profile"
+VIT = "vit"
 NUM_CLASSES = 1000
 HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 TURN_MS = 300.0
@@ -418,103 +418,3 @@ def _measure_group(
             images, share = 1e3 * case.batch / row.ms, row.tflops / roof if roof else None
             row = replace(row, images_per_s=images, roof=MATMUL, roof_share=share)
         yield row
-
-
-# --- kernel time by stage. torch.profiler names for every kernel the operator that launched it,
-# with its shapes, and the operators around that one. Eager PyTorch runs a block as GEMMs that
-# differ in shape alone, so the shapes decide: (C, 3C) is qkv, (C, C) proj, (C, F) mlp. A swapped
-# model runs our operators, whose names decide. The rest is "other": residual adds, head.
-
-STAGES = ("patch embed", "norm", "qkv", "attention", "proj", "mlp", "optimizer", "other")
-STEPS = 3
-
-# Stage -> parts of an operator's name; the first that occurs in it decides.
-_NAMES = {
-    "patch embed": ("patch_embed", "convolution"),
-    "norm": ("layer_norm", "rms_norm"),
-    "qkv": ("qkv_projection",),
-    "attention": ("rope_", "sdpa", "scaled_dot_product", "attention"),
-    "mlp": ("mlp", "gated", "gelu"),
-}
-# Also inside our operators that begin with the QKV projection.
-_ATTENTION_KERNELS = ("_attention_fwd", "_attention_bwd", "_rope_")
-_PRODUCTS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::linear",
-    "aten::matmul",
-    "aten::_addmm_activation",
-    "fastvit_kernels::linear",
-    "fastvit_kernels::rope_attention_fwd",
-)
-
-
-def operators_of(event: Any) -> list[tuple[str, set[int]]]:
-    """Of one of torch.profiler's events and of those around it, innermost first: its name and the
-    sizes of its tensors."""
-    found = []
-    while event is not None:
-        shapes = (s for s in event.input_shapes or () if isinstance(s, (list, tuple)))
-        found.append((event.name, {n for shape in shapes for n in shape if isinstance(n, int)}))
-        event = event.cpu_parent
-    return found
-
-
-def stage_of(kernel: str, operators: Sequence[tuple[str, set[int]]], C: int, width: int) -> str:
-    """Which stage of the flow picture a kernel belongs to, in a ViT of C channels whose MLP has
-    `width`."""
-    if any("Optimizer" in name or "_fused_adamw" in name for name, _ in operators):
-        return "optimizer"
-    if any(part in kernel for part in _ATTENTION_KERNELS):
-        return "attention"
-    by_size = {NUM_CLASSES: "other", width: "mlp", 3 * C: "qkv", C: "proj"}
-    for name, sizes in operators:
-        known = [stage for size, stage in by_size.items() if size in sizes]
-        if known and name.startswith(_PRODUCTS):
-            return known[0]
-        for stage, parts in _NAMES.items():
-            if any(part in name for part in parts):
-                return stage
-    return "other"
-
-
-def stage_ms(events: Sequence[Any], C: int, width: int) -> dict[str, float]:
-    """Milliseconds a step of each stage; nothing where no kernel has run."""
-    totals: dict[str, float] = {}
-    for event in events:
-        for kernel in event.kernels:
-            stage = stage_of(kernel.name, operators_of(event), C, width)
-            totals[stage] = totals.get(stage, 0.0) + kernel.duration / STEPS / 1e3
-    return dict.fromkeys(STAGES, 0.0) | totals if totals else {}
-
-
-def record(runner: Runner, device: torch.device) -> Sequence[Any]:
-    """The profiler's events of STEPS steps after three that warm up."""
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(3):
-        runner.step()
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-        torch.cuda.synchronize()
-    with profile(activities=activities, record_shapes=True) as profiler:
-        for _ in range(STEPS):
-            result = runner.step()
-        result.sum().item()  # all kernels are done
-    return profiler.events() or []
-
-
-def measure_profile(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
-    """A row for each stage: ms of kernel time a step. Stages add up to the GPU's busy time."""
-    (provider,), (C, _, _, width) = names, VITS[case.model]
-    rows = [row_of(case, provider, PROFILE, stage) for stage in STAGES]
-    try:
-        with WAYS[provider].context():
-            events = record(Runner(case, WAYS[provider], bench.device), bench.device)
-        found = stage_ms(events, C, width)
-        if not found:
-            raise RuntimeError("the profiler has seen no kernel")
-        yield from (replace(row, ms=found[row.mode], samples=STEPS) for row in rows)
-    except Exception as error:
-        yield from (failed(row, error, bench.timer) for row in rows)

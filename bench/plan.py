@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from bench import host, models
+from bench import models
 from bench.measure import COPY, SETTLED, Bench, measure_op
 from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase
-from bench.ops import BASELINE, MODES, OPS, SEARCH, Draw, Op, Provider, Shape, has_part, shape_of
+from bench.ops import BASELINE, MODES, OPS, SEARCH, Op, Provider, Shape, has_part, shape_of
 from bench.rows import FAILED, OK, ROOF, Key, Row, least
 from fastvit_kernels.commands.console import CommandError, aligned
-from fastvit_kernels.verify.cases import OPS as REGISTRY
-from fastvit_kernels.verify.op import run_backward
 
-WHOLE = ("vit", "profile", "host")
+WHOLE = ("vit",)
+CUT_SHORT = 3  # exit status of a command that its time has cut short
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,6 @@ class Task:
 
     renews: all its providers run again, and their rows give way to the new ones: a ratio is of the
         same turns.
-    touch: launches once, on this device, what it compiles.
     """
 
     tier: int
@@ -45,7 +40,6 @@ class Task:
     keys: tuple[Key, ...]
     run: Callable[[Sequence[str], Bench], Iterable[Row]]
     renews: bool = False
-    touch: Callable[[torch.device], None] = lambda device: None
 
 
 @dataclass
@@ -178,7 +172,7 @@ def _vit_keys(case: Case, names: Iterable[str]) -> tuple[Key, ...]:
     return tuple((VIT, name, case.id, case.dtype, case.mode) for name in names)
 
 
-def _vit_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
+def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
     for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
         if not wanted.model and not _has_host(wanted, case.host):
             continue
@@ -189,24 +183,7 @@ def _vit_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
             yield Task(tier + later, factor * seconds, f"{case.id} {title}", keys, run)
 
 
-def _profile_tasks(wanted: Wanted, _: torch.device) -> Iterator[Task]:
-    if not _has_host(wanted, "timm"):
-        return
-    for tier, case in ((1, Case("timm", "B", 224, 128)), (3, Case("timm", "L", 224, 64))):
-        for name in (BASELINE, "swapped"):
-            if wanted.provider(name) and wanted.case(case.id):
-                keys = tuple((models.PROFILE, name, case.id, case.dtype, s) for s in models.STAGES)
-                run = functools.partial(models.measure_profile, case)
-                yield Task(tier, 15.0, f"profile of {case.id}, {name}", keys, run)
-
-
-def _host_tasks(_: Wanted, device: torch.device) -> Iterator[Task]:
-    found = itertools.product((*host.models(), *REGISTRY), host.MODES, host.ways(device))
-    keys = tuple((host.OP, provider, name, "fp32", mode) for name, mode, provider in found)
-    yield Task(1, 10.0, "host cost", keys, lambda _, bench: host.measure_host(bench.device))
-
-
-def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
+def tasks(wanted: Wanted) -> list[Task]:
     """The tasks in the order in which they are measured; `wanted.said` gets what cannot be had."""
     found: list[Task] = []
     known: set[str] = set()
@@ -216,8 +193,7 @@ def tasks(wanted: Wanted, device: torch.device) -> list[Task]:
             found += _op_tasks(op, wanted)
             known |= {p.name for s in op.shapes() for p in op.providers(s, op.dtypes[0])}
             continue
-        make = {"vit": _vit_tasks, "profile": _profile_tasks, "host": _host_tasks}[name]
-        found += make(wanted, device)
+        found += _vit_tasks(wanted)
         known |= {*WAYS}
     for name in wanted.providers:
         if name not in known:
@@ -554,15 +530,6 @@ def op_target(
     new = [p for p in providers if not searches or p.name == SEARCH]
     beside = [p.name for p in providers if p not in new]
 
-    def touch(device: torch.device) -> None:
-        """Each provider that compiles once, forward and backward, but for the search."""
-        inputs = op.inputs(shape, Draw(device, torch.bfloat16))
-        for p in providers:
-            if p.name != SEARCH and (p.ours or p.compiled):
-                with p.context():
-                    given = inputs.values() if p.backward else ()
-                    run_backward(p.make()(**inputs), given, torch.randn_like)
-
     return Task(
         0,
         90.0 if searches else 25.0 if compiles else 12.0,
@@ -570,7 +537,6 @@ def op_target(
         _keys(op, shape, "bf16", modes, new),
         lambda names, bench: measure_op(op, shape, "bf16", modes, (*names, *beside), bench),
         True,
-        touch,
     )
 
 
@@ -578,15 +544,6 @@ def vit_target(
     case: Case, ways: Sequence[str], beside: Sequence[str] = (), seconds: float = 240.0
 ) -> Task:
     """A model in some ways; those `beside` are measured again, in the turns of the others."""
-
-    def touch(device: torch.device) -> None:
-        """A step of each way that compiles something, but for the search; those `beside` are other
-        targets' own."""
-        for way in ways:
-            if way not in (BASELINE, SEARCH) and not WAYS[way].graph:
-                with WAYS[way].context():
-                    models.Runner(case, WAYS[way], device).step()
-
     return Task(
         0,
         seconds,
@@ -594,7 +551,6 @@ def vit_target(
         _vit_keys(case, ways),
         lambda names, bench: models.measure_vit(case, (*names, *beside), bench),
         True,
-        touch,
     )
 
 

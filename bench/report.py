@@ -1,7 +1,7 @@
 """Words, tables and pictures from rows: what ends a run, summary.md, the pages, two runs compared.
 
 Pictures are drawn from the CSV alone, none without rows: attention.png ours over the best SDPA,
-ops.png and vit.png speed over eager, profile.png the stages of a step.
+ops.png and vit.png speed over eager.
 """
 
 from __future__ import annotations
@@ -54,17 +54,6 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows] + [""]
 
 
-def host_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines of the host cost: a line per op and mode, a column per provider."""
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for r in (r for r in rows if r.op == "host"):
-        us, low, high = (1e3 * (x or 0.0) for x in (r.ms, r.ms_p20, r.ms_p80))
-        cells.setdefault((r.shape, r.mode), {})[r.provider] = f"{us:.1f} ({low:.1f} to {high:.1f})"
-    providers = list(dict.fromkeys(name for line in cells.values() for name in line))
-    header = ["op", "mode", *(f"{name}, us" for name in providers)]
-    return header, [[*key, *(c.get(name, "") for name in providers)] for key, c in cells.items()]
-
-
 HEADER = (
     "case",
     "eager, ms",
@@ -101,7 +90,7 @@ def case_lines(rows: Iterable[Row]) -> list[list[str]]:
 
 def _other_lines(rows: Iterable[Row]) -> Iterator[list[str]]:
     """Roofs and stages of a step."""
-    for r in (r for r in rows if r.op in (ROOF, "profile")):
+    for r in (r for r in rows if r.op == ROOF):
         rates = ((r.ms, "ms"), (r.tflops, "TFLOP/s"), (r.gbps, "GB/s"))
         said = ", ".join(f"{number(x)} {unit}" for x, unit in rates if x is not None)
         yield [r.op, r.shape, r.dtype, r.mode, r.provider, said or f"{r.status}: {r.note}"]
@@ -112,7 +101,6 @@ def tables(rows: Sequence[Row], level: str = "##") -> list[str]:
     found = [
         ("Cases", HEADER, case_lines(rows)),
         ("Also", other, [*_other_lines(rows)]),
-        ("Host cost", *host_table(rows)),
     ]
     parts = ([f"{level} {t}", "", *markdown(head, lines)] for t, head, lines in found if lines)
     return [line for part in parts for line in part]
@@ -199,10 +187,6 @@ def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: A
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
 
 Result = tuple[str, Sequence[Row]]  # name of a folder, its rows
-HOST_NOTE = (
-    "One thread, tiny tensors (`bench/host.py`). `no launch` does everything in a call but the "
-    "launch; `eager` is\nPyTorch's own functions on the same tensors. Median (p20 to p80)."
-)
 
 
 def _on_gpu(rows: Iterable[Row]) -> bool:
@@ -219,12 +203,9 @@ def _pictures(folder: Path, name: str, up: str) -> list[str]:
 def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
     text: list[str] = []
     for name, rows in results:
-        text += [f"### {name}", "", conditions(rows) + ".", ""]
         if _on_gpu(rows):
+            text += [f"### {name}", "", conditions(rows) + ".", ""]
             text += [*_pictures(committed, name, "../"), *tables(rows, "####")]
-        else:  # all that is measured without a GPU
-            models = [r for r in rows if r.shape.startswith("swapped")]
-            text += ["Host time per call. " + HOST_NOTE, "", *markdown(*host_table(models))]
     measured = [r for _, rows in results if _on_gpu(rows) for r in rows if plan.has_goals(r)]
     goals = plan.goal_lines(measured)
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in turns:", ""]
@@ -432,20 +413,10 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
     return _panels(path, "Whole models, one GPU", steps, panels)
 
 
-def draw_profile(rows: Sequence[Row], path: Path) -> Path | None:
-    good = [r for r in rows if r.op == "profile" and r.status == OK and r.ms is not None]
-    models: dict[str, list[Bar]] = {}
-    for r in good:
-        models.setdefault(r.shape, []).append((r.mode, r.provider, r.ms or 0.0, False))
-    panels = [(stages, "ms a step", model, "%.2f") for model, stages in models.items()]
-    return _panels(path, "Kernel time of a training step by stage", good, panels)
-
-
 PICTURES = {
     "attention": draw_attention,
     "vit": draw_vit,
     "ops": draw_ops,
-    "profile": draw_profile,
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import hashlib
 import io
 import json
 import os
@@ -33,7 +32,6 @@ RESULTS = "results.csv"
 ELSEWHERE = "results-elsewhere.csv"  # rows of another GPU, driver, torch or triton
 TIMEOUT = "not finished"
 ROOF = "roof"  # an op of rows
-LOST = "the GPU was lost"  # begins a note
 TRYING = "trying.json"  # there while a case is at work
 COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
 Key = tuple[str, str, str, str, str]  # op, provider, shape, dtype, mode
@@ -78,7 +76,7 @@ class Row:
     triton: str = ""
     commit: str = ""
     sources: str = ""  # a hash of what is measured and of what measures it
-    tuned: str = ""  # the user's tuned table that was in use: how many decisions, of which hash
+    tuned: str = ""  # the user's tuned table that was in use: how many decisions
 
     @property
     def key(self) -> Key:
@@ -157,11 +155,7 @@ def least(rows: Iterable[Row], field: str = "device_ms") -> Row | None:
 
 def bad_rows(rows: Sequence[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
-    return [
-        r
-        for r in rows
-        if r.status == FAILED or (r.status == ERROR and r.op != "profile" and r.is_ours)
-    ]
+    return [r for r in rows if r.status == FAILED or (r.status == ERROR and r.is_ours)]
 
 
 _KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
@@ -232,10 +226,11 @@ class Results:
         # Anew: the columns may have changed, and a crash may have torn the last line.
         write_text(self.path, as_csv(self.rows.values()))
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
-        if resume and self._trying.exists():
-            keys = json.loads(self._trying.read_text(encoding="utf-8"))["keys"]
+        if resume and self._trying.exists():  # a process of a former run ended at these
             note = "the process of a former run ended here"
-            self.give_up(self.missing(map(tuple, keys)), TIMEOUT, note)
+            for key in self.missing(map(tuple, json.loads(self._trying.read_text()))):
+                self.append(Row(*key, status=TIMEOUT, note=note))
+        self.tried()
 
     def append(self, row: Row) -> None:
         """Add a row, on disk before this returns."""
@@ -251,29 +246,21 @@ class Results:
 
     @contextmanager
     def trying(self, keys: Iterable[Key]) -> Iterator[None]:
-        """Inside, these keys are at work: a process that is killed there leaves a note of it."""
+        """These keys are at work: a process that ends inside leaves a note of them."""
         self._at_work = list(keys)
         self.note("")
-        try:
-            yield
-        finally:
-            self.tried()
+        yield
+        self.tried()
 
     def note(self, provider: str) -> None:
-        """This provider is at work now; it alone is given up if the process is killed."""
+        """This provider is at work now; it alone is given up if the process ends."""
         if self._at_work:
             keys = [key for key in self._at_work if provider in ("", key[1])] or self._at_work
-            write_text(self._trying, json.dumps({"keys": keys}))
+            write_text(self._trying, json.dumps(keys))
 
     def tried(self) -> None:
         self._at_work = []
         self._trying.unlink(missing_ok=True)
-
-    def give_up(self, keys: Iterable[Key], status: str, note: str) -> None:
-        """Rows for what has ended its process, so that none tries it again."""
-        for op, provider, shape, dtype, mode in keys:
-            self.append(Row(op, provider, shape, dtype, mode, status=status, note=note))
-        self.tried()
 
     def missing(self, rows: Iterable[Key]) -> list[Key]:
         """Those keys that have no row yet, or one of ours that other sources have measured."""
@@ -282,9 +269,7 @@ class Results:
     def has_given_up(self, key: Key) -> bool:
         """Whether it ended a process, with the sources of today."""
         row = self.rows.get(key)
-        if row is None or self._is_stale(row):
-            return False
-        return row.status == TIMEOUT or row.note.startswith(LOST)
+        return row is not None and row.status == TIMEOUT and not self._is_stale(row)
 
     @staticmethod
     def _is_stale(row: Row) -> bool:
@@ -316,17 +301,11 @@ def _commit() -> str:
 
 
 def tuned_table_in_use() -> str:
-    """How many decisions the user's table makes on this GPU, and a hash of them; "" for none."""
+    """How many decisions the user's table makes on this GPU; "" for none."""
     if not torch.cuda.is_available() or not HAS_TRITON:
         return ""
-    here = gpu(torch.device("cuda", torch.cuda.current_device()))
-    try:
-        entries, _ = tuned_table.read(here)
-    except tuned_table.TableError:  # it is ignored
-        return ""
-    found = [f"{e.table} {e.key} {sorted(e.config.items())}" for e in entries]
-    digest = hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:8]
-    return f"{len(found)} decisions, {digest}" if found else ""
+    found = tuned_table.load(gpu(torch.device("cuda", torch.cuda.current_device())))
+    return f"{len(found)} decisions" if found else ""
 
 
 @functools.lru_cache(maxsize=1)

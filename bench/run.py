@@ -1,38 +1,34 @@
 """Runs what a command asks for: roofs, then tasks as far as the time goes.
 
-A row is on disk before the next begins. A task that hangs, or that loses the device, gets a row
-that says so, and a new process goes on; not after MOST_RESTARTS in which nothing was measured.
+A row is on disk before the next begins. A task that hangs or loses the device ends the process; the
+case that was at work is in the file TRYING, and a resumed run leaves it out.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import faulthandler
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bench import plan, report
-from bench.host import measure_host
 from bench.measure import Bench, Roofs, measure_roof, planned_roofs
-from bench.plan import Task, Wanted, named_cases, tasks
-from bench.rows import ERROR, LOST, OK, TIMEOUT, Key, Results, bad_rows
+from bench.plan import CUT_SHORT, Task, Wanted, named_cases, tasks
+from bench.rows import OK, Results, bad_rows
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
+from fastvit_kernels.commands.console import CommandError, term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
 
-HUNG_S, HUNG_FACTOR = 20.0, 2.0  # a task hangs after so many seconds, and so many of its guesses
+HUNG_S, HUNG_FACTOR = 60.0, 3.0  # a task hangs after so many seconds, and so many of its guesses
 RESERVE = 15.0  # seconds of a time budget kept for summary and plots
-CUT_SHORT = 3  # exit status of a command that its time has cut short
-MOST_RESTARTS = 2
 
 
 class TimeOver(BaseException):
@@ -42,18 +38,15 @@ class TimeOver(BaseException):
 class Clock:
     """Seconds of a time budget, from `started` on; without a budget they never end."""
 
-    def __init__(
-        self,
-        budget: float | None,
-        now: Callable[[], float] = time.monotonic,
-        started: float | None = None,
-    ):
-        self.budget, self._now = budget, now
-        self.started = now() if started is None else started
+    def __init__(self, budget: float | None, started: float | None = None):
+        self.budget = budget
+        self.started = time.monotonic() if started is None else started
 
     @property
     def left(self) -> float:
-        return float("inf") if self.budget is None else self.budget - (self._now() - self.started)
+        if self.budget is None:
+            return float("inf")
+        return self.budget - (time.monotonic() - self.started)
 
     @contextmanager
     def alarm(self) -> Iterator[None]:
@@ -74,44 +67,19 @@ class Clock:
 
 
 @contextmanager
-def watched(seconds: float, expired: Callable[[], Any]) -> Iterator[None]:
-    """Call `expired` from a thread if the body takes longer: SIGALRM waits for C code to end."""
-    lock, done = threading.Lock(), False
-
-    def end() -> None:
-        with lock:
-            if not done:
-                expired()
-
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
+def watched(seconds: float) -> Iterator[None]:
+    """End the process, with a traceback, if the body takes longer: C code lets no signal in."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
-        with lock:
-            done = True
-        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def limit_of(task: Task, clock: Clock) -> float:
-    """Seconds after which a task counts as hung: well past its guess, or past the whole budget."""
-    return min(HUNG_S + HUNG_FACTOR * task.seconds, max(clock.left, 0.0) + HUNG_S)
-
-
-def run_tasks(
-    tasks: Sequence[Task],
-    bench: Bench,
-    results: Results,
-    clock: Clock,
-    restart: Callable[[], Any] = lambda: None,
-) -> int:
+def run_tasks(tasks: Sequence[Task], bench: Bench, results: Results, clock: Clock) -> int:
     """Measure what has no row yet. Returns how many tasks the time did not allow.
 
-    A task that hangs gets a row that says so, and `restart`, from another thread, has to replace
-    the process.
-
-    Raises: DeviceLost, with a row that says so, if only a new process can go on.
+    Raises: DeviceLost if only a new process can go on.
     """
     skipped = 0
     bench.note = results.note
@@ -121,46 +89,17 @@ def run_tasks(
             skipped += 1
         elif wanted:
             bench.say(f"[{number}/{len(tasks)}] {task.title}")
-            _run_task(task, wanted, bench, results, limit_of(task, clock), restart)
+            again = {key for key in task.keys if task.renews and not results.has_given_up(key)}
+            names = list(dict.fromkeys(key[1] for key in task.keys if key in wanted | again))
+            bench.current = ""
+            limit = min(HUNG_S + HUNG_FACTOR * task.seconds, max(clock.left, 0.0) + HUNG_S)
+            with results.trying(sorted(wanted)), watched(limit):
+                for row in task.run(names, bench):
+                    # The baseline may have a row of an earlier task.
+                    if row.key in wanted or (task.renews and row.status == OK):
+                        results.append(row)
+                    bench.say(row.describe())
     return skipped
-
-
-def _run_task(
-    task: Task,
-    wanted: set[Key],
-    bench: Bench,
-    results: Results,
-    limit: float,
-    restart: Callable[[], Any],
-) -> None:
-    again = {key for key in task.keys if task.renews and not results.has_given_up(key)}
-    names = list(dict.fromkeys(key[1] for key in task.keys if key in wanted | again))
-    bench.current = ""
-
-    def give_up(status: str, note: str) -> None:
-        """Rows for the provider that ended the process, so that a resumed run leaves it out;
-        without one the whole case is given up, or the next process would end here too."""
-        left, culprit = set(results.missing(task.keys)) & wanted, bench.current
-        lost = {key for key in task.keys if key[1] == culprit and (key in left or task.renews)}
-        results.give_up(sorted(lost or left), status, note)
-
-    def hung() -> None:
-        give_up(TIMEOUT, f"hung: not finished after {limit:.0f} s")
-        restart()
-
-    try:
-        with results.trying(sorted(wanted)), watched(limit, hung):
-            for row in task.run(names, bench):
-                # The baseline may have a row of an earlier task.
-                if row.key in wanted or (task.renews and row.status == OK):
-                    results.append(row)
-                bench.say(row.describe())
-    except DeviceLost as error:
-        give_up(ERROR, f"{LOST}: {error}")
-        raise
-
-
-# --- the command
 
 
 @dataclass
@@ -169,14 +108,6 @@ class Machine:
 
     device: torch.device
     make_timer: Callable[[], Timer]
-    restart: Callable[[list[str]], Any]
-
-
-def _restart(words: list[str]) -> None:
-    """This process again, from the start: the only cure for a lost CUDA context."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "bench", *words])
 
 
 def this_machine(arguments: argparse.Namespace) -> Machine | None:
@@ -185,7 +116,7 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
     if device.type != "cuda":
         return None
     torch.cuda.set_device(device)
-    return Machine(device, CudaTimer, _restart)
+    return Machine(device, CudaTimer)
 
 
 def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
@@ -211,7 +142,6 @@ def wanted_by(arguments: argparse.Namespace, ops: Sequence[str]) -> Wanted:
 def run(
     arguments: argparse.Namespace,
     wanted: Wanted,
-    words: Sequence[str],
     machine: Machine,
     console: Any,
     started: float | None = None,
@@ -221,94 +151,52 @@ def run(
     Args:
         started: when this process began, for imports are part of a time budget.
     """
-    clock = Clock(arguments.time_budget, started=started)
+    clock = Clock(arguments.time_budget, started)
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
-    command = arguments.command
     if wanted.model:
         list(named_cases(wanted))  # a mistake is said before anything is measured
+    targets = arguments.command == "targets"
+    found = plan.targets(wanted.shapes) if targets else tasks(wanted)
     results = Results(arguments.out, arguments.resume)
-    ending, cut_short, measured = 0, False, set(results.rows)
+    ending, measured = 0, set(results.rows)
 
     def said(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def restart(restarts: int = 0) -> Any:
-        if not restarts:
-            said("a case hangs: its row says so, and a new process goes on.")
-        again = [*words, "--resume", "--restarts", str(restarts)]
-        if clock.budget is not None:
-            again += ["--time-budget", f"{max(1.0, clock.left + RESERVE):.0f}"]
-        return machine.restart(again)
 
     bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
     try:
         with clock.alarm(), bench.timer.stream(), warnings.catch_warnings():
             # Why a forced SDPA backend cannot run is in its row; torch says it in many lines.
             warnings.simplefilter("ignore", UserWarning)
-            if command == "targets":
-                found = plan.targets(wanted.shapes)
-            else:
-                found = tasks(wanted, machine.device)
             for text in wanted.said:
                 said(text)
             _roofs(bench, results)
-            if left_out := run_tasks(found, bench, results, clock, restart):
-                cut_short = True
+            if left_out := run_tasks(found, bench, results, clock):
+                ending = CUT_SHORT * targets
                 said(f"{left_out} cases were left out: too little time. --resume continues.")
     except TimeOver:
-        cut_short = True
+        ending = CUT_SHORT * targets
+        results.tried()
         said("the time is over; --resume continues.")
     except KeyboardInterrupt:
+        results.tried()
         said("interrupted; every finished row is in the CSV, and --resume continues.")
         ending = 130
-    except DeviceLost as error:
-        results.close()
-        got_on = any(r.status == OK for key, r in results.rows.items() if key not in measured)
-        lost = 1 if got_on else arguments.restarts + 1
-        if lost <= MOST_RESTARTS:
-            said(f"{LOST}: {error}. A new process goes on.")
-            return restart(lost) or 1
-        said(f"{LOST} by {lost} processes that measured nothing: {error}")
+    except DeviceLost as error:  # TRYING stays
+        said(f"the GPU was lost: {error}. --resume goes on without this case.")
         ending = 1
     results.close()
-    del bench
-    report.finish(results, wanted.said, console, command)
-    if command == "targets" and not ending and cut_short:
-        return CUT_SHORT
+    report.finish(results, wanted.said, console, arguments.command)
     new = [r for key, r in results.rows.items() if arguments.resume or key not in measured]
     return ending or int(bool(bad_rows(new)))
 
 
 def _roofs(bench: Bench, results: Results) -> None:
-    """Measure those without a row; one that loses the device has a row, and is not tried again."""
+    """Measure those without a row."""
     for row in planned_roofs():
-        if row.key in results.rows:
-            continue
-        try:
+        if row.key not in results.rows:
             row = measure_roof(row, bench.device, bench.timer)
-        except DeviceLost as error:
-            results.append(replace(row, status=ERROR, note=f"{LOST}: {error}"))
-            raise
-        results.append(row)
-        bench.say(row.describe())
-    bench.roofs = Roofs.of(results.rows.values())
-
-
-def run_without_gpu(arguments: argparse.Namespace, console: Any) -> int:
-    console.print(
-        "torch sees no GPU: only host cost is measured here. `fastvit-kernels check` runs the "
-        "kernels in\nTriton's interpreter and says whether they are right."
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    rows = list(measure_host(torch.device("cpu")))
-    torch.set_num_threads(threads)
-    header, lines = report.host_table(rows)
-    print(aligned([header, *lines]))
-    if arguments.out is not None:
-        results = Results(arguments.out, arguments.resume)
-        for row in rows:
             results.append(row)
-        results.close()
-    return 0
+            bench.say(row.describe())
+    bench.roofs = Roofs.of(results.rows.values())

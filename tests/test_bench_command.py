@@ -5,11 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from bench_stand_ins import (
     CPU,
     TINY,
@@ -18,24 +16,24 @@ from bench_stand_ins import (
     stub_task,
 )
 
-from bench import host, measure, ops, plan, run
+from bench import measure, ops, plan, run
 from bench.__main__ import build_parser, main
 from bench.models import Case
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
 from bench.rows import ERROR, OK, Results, Row, read_rows
-from bench.run import Clock, Machine
+from bench.run import Machine
 from fastvit_kernels.measure.timer import DeviceLost
 
 
 def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
     wanted = Wanted(ops=("vit", *OPS), providers=("nobody",), shapes=("T12345",))
-    assert not any("eager" not in {k[1] for k in t.keys} for t in tasks(wanted, CPU))
+    assert not any("eager" not in {k[1] for k in t.keys} for t in tasks(wanted))
     assert any("unknown provider 'nobody'" in text for text in wanted.said)
     assert any("no shape 'T12345'" in text for text in wanted.said)
 
-    everything = Wanted(ops=("vit", "profile", "host", *OPS))
-    found = tasks(everything, CPU)
+    everything = Wanted(ops=("vit", *OPS))
+    found = tasks(everything)
     assert found[0].title == "timm-ViT-B-224-B128 amp train"
     assert {t.title.split()[0] for t in found if t.tier == 0} >= set(OPS)
     assert [t.tier for t in found] == sorted(t.tier for t in found)
@@ -45,7 +43,7 @@ def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
 
 
 def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
-    found = tasks(Wanted(ops=("linear", "gated_mlp", "rms_norm")), CPU)
+    found = tasks(Wanted(ops=("linear", "gated_mlp", "rms_norm")))
     variants = {(key[0], key[2].rpartition("-")[2]) for task in found for key in task.keys}
     assert {("linear", "proj"), ("linear", "fc1"), ("gated_mlp", "norm")} <= variants
     assert {("rms_norm", "heads"), ("rms_norm", "added"), ("rms_norm", "H12")} <= variants
@@ -68,11 +66,10 @@ def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
 
 
 def test_the_plan_of_whole_models():
-    found = tasks(Wanted(ops=("vit", "profile", "host")), CPU)
+    found = tasks(Wanted(ops=("vit",)))
     keys = {key for task in found for key in task.keys}
     for op, names in {
         "vit": ("eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"),
-        "profile": ("eager", "swapped"),
     }.items():
         assert {key[1] for key in keys if key[0] == op} >= set(names)
     models = {key[2] for key in keys if key[0] == "vit"}
@@ -96,18 +93,18 @@ def test_the_plan_of_whole_models():
     }
     assert {shape.partition("-")[0] for shape in models} == {"timm", "torchvision", "hf"}
     assert {key[4] for key in keys if key[0] == "vit"} == {"train", "infer"}
-    few = tasks(Wanted(ops=("vit",), modes=("infer",), shapes=("ViT-B-224-B128",)), CPU)
+    few = tasks(Wanted(ops=("vit",), modes=("infer",), shapes=("ViT-B-224-B128",)))
     assert {key[2:] for t in few for key in t.keys} == {("timm-ViT-B-224-B128", "amp", "infer")}
 
 
 def test_no_case_is_measured_twice():
-    found = tasks(Wanted(ops=("attention",), dtypes=("bf16",)), CPU)
+    found = tasks(Wanted(ops=("attention",), dtypes=("bf16",)))
     shapes_ = [
         key[2] for task in found for key in task.keys if key[1] == "ours" and key[4] == "fwd"
     ]
     sizes = [shape.rsplit("-B", 1)[1] for shape in shapes_]
     assert len(sizes) == len(set(sizes)) and "128-T197-C768-H12" in sizes
-    swept = tasks(Wanted(ops=("attention",), shapes=("sweep-T",), dtypes=("bf16",)), CPU)
+    swept = tasks(Wanted(ops=("attention",), shapes=("sweep-T",), dtypes=("bf16",)))
     assert any("T197" in key[2] for task in swept for key in task.keys)
 
 
@@ -127,10 +124,12 @@ def stand_in(monkeypatch, tmp_path, work=None):
     monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
     monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     work = work or [stub_task("a")]
-    monkeypatch.setattr("bench.run.tasks", lambda wanted, device: work)
-    restarts: list = []
-    machine = Machine(CPU, FakeTimer, restarts.append)
-    return machine, restarts, ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
+    monkeypatch.setattr("bench.run.tasks", lambda wanted: work)
+    return (
+        Machine(CPU, FakeTimer),
+        None,
+        ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"],
+    )
 
 
 def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys):
@@ -207,19 +206,6 @@ def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path
     assert main([*words, "--resume"], machine) == 0
 
 
-def test_a_lost_gpu_starts_the_command_again(monkeypatch, tmp_path):
-    def lost(names, bench):
-        raise DeviceLost("gone")
-        yield
-
-    machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
-    monkeypatch.setattr(run, "Clock", partial(Clock, now=lambda: 0.0))
-    assert main(words, machine) == 1
-    (again,) = restarts
-    assert again[: len(words)] == words and "--resume" in again
-    assert again[-2:] == ["--time-budget", "500"]  # all of it, for no second has passed
-
-
 class Rehearsed(FakeTimer):
     """One provider of ours raises while it is timed. All is timed on the stream of captures."""
 
@@ -245,7 +231,7 @@ def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys
     found = [plan.op_target(OPS[op], TINY, ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
     found.append(plan.vit_target(case, ("eager", "swapped"), (), 5.0))
     monkeypatch.setattr(plan, "targets", lambda shapes: found)
-    machine, restarts, words = stand_in(monkeypatch, tmp_path)
+    machine, _, words = stand_in(monkeypatch, tmp_path)
     words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
     machine.make_timer = lambda: timer
     make_bench, measure_vit = run.Bench, plan.models.measure_vit
@@ -263,51 +249,15 @@ def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(run, "Bench", bench)
     monkeypatch.setattr(plan.models, "measure_vit", loses_it_once)
     assert main(words, machine) == 1
-    assert main(restarts.pop(), machine) == 1 and not restarts  # what raised is wrong
+    assert main([*words, "--resume"], machine) == 1  # what raised is wrong
     assert "\ntarget " in capsys.readouterr().out
     rows = {(r.op, r.provider, r.mode): r for r in read_rows(tmp_path / "out")}
     for mode in ("fwd", "bwd"):
         assert rows["layer_norm", "ours", mode].status == rows["mlp", "eager", mode].status == OK
     assert rows["mlp", "ours", "fwd"].speedup == 1.0
     assert rows["mlp", "ours-stored", "fwd"].note == "RuntimeError: no kernel image"
-    assert rows["vit", "swapped", "infer"].note == "the GPU was lost: gone"
+    assert rows["vit", "swapped", "infer"].note == "the process of a former run ended here"
     assert rows["vit", "eager", "infer"].status == OK
-
-
-class LosesRoofs(FakeTimer):
-    """Every roof loses the device."""
-
-    def sample(self, run, count, flush):
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    def clear(self):
-        raise DeviceLost("gone")
-
-
-def test_a_gpu_lost_at_its_roofs_ends_in_rows(monkeypatch, tmp_path, capsys):
-    """Or each new process would lose it at the same roof, for ever."""
-    machine, restarts, words = stand_in(monkeypatch, tmp_path)
-    machine.make_timer = LosesRoofs
-    given = words
-    for expected in (1, 2):
-        assert main(given, machine) == 1
-        given = restarts.pop()
-        assert given[-4:-2] == ["--restarts", str(expected)]
-    assert main(given, machine) == 1 and not restarts  # two have measured nothing: enough
-    assert "by 3 processes that measured nothing" in capsys.readouterr().out
-    rows = [r for r in read_rows(tmp_path / "out") if r.op == "roof"]
-    assert len(rows) == 3 and {r.status for r in rows} == {ERROR}  # another each time
-
-
-def test_a_process_that_measured_something_may_be_followed(monkeypatch, tmp_path):
-    def lost(names, bench):
-        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
-        raise DeviceLost("gone")
-
-    machine, restarts, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=lost)])
-    main([*words, "--restarts", "2"], machine)
-    (again,) = restarts
-    assert again[again.index("--resume") + 1 :][:2] == ["--restarts", "1"]
 
 
 def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
@@ -371,9 +321,7 @@ def test_roofs_are_measured_once(monkeypatch, tmp_path):
 def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
     machine, _, words = stand_in(monkeypatch, tmp_path)
     work = [stub_task("a")]
-    monkeypatch.setattr(
-        "bench.run.tasks", lambda wanted, device: wanted.say("quack is absent") or work
-    )
+    monkeypatch.setattr("bench.run.tasks", lambda wanted: wanted.say("quack is absent") or work)
     assert main(words, machine) == 0
     assert "- quack is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
 
@@ -411,28 +359,11 @@ def test_modes_have_names_and_flags():
     assert parse(["vit", "--train", "--infer", "--mode", "fwd"]).mode == ["train", "infer", "fwd"]
 
 
-def test_without_a_gpu_host_cost(monkeypatch, tmp_path, capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    monkeypatch.setattr(host, "ROUNDS", 1)
-    monkeypatch.setattr(host, "CALLS", 2)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert main(["all", "--out", str(tmp_path / "out")]) == 0
-        assert torch.get_num_threads() == 2  # the host's cost is that of one
-    finally:
-        torch.set_num_threads(threads)
-    out = capsys.readouterr().out
-    assert out.startswith("torch sees no GPU") and "layer_norm" in out and "eager, us" in out
-    assert {r.op for r in read_rows(tmp_path / "out")} == {"host"}
-
-
 def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
     seen = []
-    monkeypatch.setattr("bench.__main__.this_machine", lambda _: None)
     monkeypatch.setattr(
-        "bench.__main__.run_without_gpu", lambda arguments, *_: seen.append(arguments.command) or 0
+        "bench.__main__.run", lambda arguments, *_: seen.append(arguments.command) or 0
     )
-    assert main([]) == main(["--mode", "fwd"]) == 0
+    machine = Machine(CPU, FakeTimer)
+    assert main([], machine) == main(["--mode", "fwd"], machine) == 0
     assert seen == ["all", "all"]

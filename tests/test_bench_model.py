@@ -1,4 +1,4 @@
-"""Whole models on the CPU: the plan's, and `python -m bench vit --model NAME`; the profile."""
+"""Whole models on the CPU: the plan's, and `python -m bench vit --model NAME`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import json
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,12 +28,11 @@ from bench.rows import (
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.turns import ROUNDS
-from fastvit_kernels.runtime.compat import is_profiling
 from fastvit_kernels.verify.accuracy import measure
 
 
 def planned(**wanted):
-    return tasks(Wanted(ops=("vit",), **wanted), CPU)
+    return tasks(Wanted(ops=("vit",), **wanted))
 
 
 def test_one_model_takes_the_place_of_the_plans():
@@ -73,7 +71,7 @@ def test_names_of_timm_take_an_image_size():
         (["--batch", "3"], "--batch and --img-size need --model"),
         (["--model", "vit_mnist", "--mode", "fwd"], "--mode train or infer, got fwd"),
         (["--model", "vit_mnist", "--dtype", "fp32"], "--dtype amp or bf16 and"),
-        (["--model", "vit_mnist", "--device", "cpu"], "torch sees no GPU to measure vit_mnist on"),
+        (["--model", "vit_mnist", "--device", "cpu"], "torch sees no GPU, so nothing was run"),
     ],
 )
 def test_mistakes(capsys, words, message):
@@ -404,90 +402,3 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench()))
     list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench()))
     assert len(resets) == 1
-
-
-# --- the profile
-
-
-def event(name, shapes=(), parent=None, kernels=()):
-    return SimpleNamespace(name=name, input_shapes=shapes, cpu_parent=parent, kernels=kernels)
-
-
-def launch(kernel, *operators):
-    """An event with one kernel of a millisecond, inside of others: operators, innermost first."""
-    found = None
-    for name, shapes in reversed(operators):
-        found = event(name, shapes, found)
-    found.kernels = [SimpleNamespace(name=kernel, duration=1000)]
-    return found
-
-
-def stage_of(found, C, width):
-    (kernel,) = found.kernels
-    return bench_models.stage_of(kernel.name, bench_models.operators_of(found), C, width)
-
-
-def test_profile_stages():
-    C, F, M = 768, 3072, 25216
-    product = ((M, C), (C, 3 * C))
-    for stage, found in {
-        "qkv": launch("gemm", ("aten::addmm", product), ("aten::linear", ())),
-        "proj": launch("gemm", ("aten::mm", ((M, C), (C, C))), ("AddmmBackward0", ())),
-        "mlp": launch("gemm", ("aten::mm", ((F, M), (M, C)))),
-        "attention": launch("_attention_fwd_kernel", ("fastvit_kernels::attention_fwd", product)),
-        "norm": launch("k", ("fastvit_kernels::layer_norm_bwd", ((M, C),))),
-        "patch embed": launch("k", ("aten::cudnn_convolution", ((128, 3, 224, 224),))),
-        "optimizer": launch("k", ("aten::_fused_adamw_", ()), ("Optimizer.step#AdamW.step", ())),
-        "other": launch("k", ("aten::add", ((M, C), (M, C)))),
-    }.items():
-        assert stage_of(found, C, F) == stage
-    both = [launch("gemm", ("aten::addmm", product))] * bench_models.STEPS
-    assert bench_models.stage_ms(both, C, F)["qkv"] == pytest.approx(1.0)
-    ours_qkv = launch("gemm", ("fastvit_kernels::qkv_projection_fwd", (*product, (3 * C,))))
-    assert stage_of(ours_qkv, C, F) == "qkv"
-    for kernel, stage in (("gemm", "qkv"), ("_rope_fwd_kernel", "attention")):
-        turning = launch(kernel, ("fastvit_kernels::rope_attention_fwd", (*product, (3 * C,))))
-        assert stage_of(turning, C, F) == stage
-    gate = launch("_gate_fwd_kernel", ("fastvit_kernels::gated_hidden_fwd", ((M, 2 * C),)))
-    assert stage_of(gate, C, F) == "mlp"
-
-
-def test_a_kernel_has_the_operators_around_its_launch():
-    step = event("ProfilerStep", None)
-    linear = event("aten::linear", [[8, 4], [16, 4], []], step)
-    product = event("aten::addmm", [[16], [8, 5], "scalar"], linear)
-    assert bench_models.operators_of(product) == [
-        ("aten::addmm", {5, 8, 16}),
-        ("aten::linear", {4, 8, 16}),
-        ("ProfilerStep", set()),
-    ]
-
-
-def test_a_profile_is_of_a_step(monkeypatch):
-    """Three that warm up are not recorded; the time of those that are is shared among them."""
-    steps = []
-
-    class Stepping:
-        def __init__(self, *_):
-            pass
-
-        def step(self):
-            steps.append(is_profiling())
-            return torch.ones(1)
-
-    events = [launch("gemm", ("aten::mm", ((768, 768),))), event("aten::add")]
-    monkeypatch.setattr(bench_models, "Runner", Stepping)
-    monkeypatch.setattr(torch.profiler.profile, "events", lambda _: events * 2 * bench_models.STEPS)
-    rows = list(bench_models.measure_profile(Case("timm", "B", 224, 2), ("eager",), bench()))
-    assert steps == [False] * 3 + [True] * bench_models.STEPS
-    assert {r.mode: r.ms for r in rows} == pytest.approx(
-        {stage: 2.0 if stage == "proj" else 0.0 for stage in bench_models.STAGES}
-    )
-
-
-def test_profile_reads_the_profilers_events():
-    pytest.importorskip("timm")
-    case = Case("timm", "tiny", 16, 2, "bf16")
-    rows = list(bench_models.measure_profile(case, ("eager",), bench()))
-    assert {r.mode for r in rows} == set(bench_models.STAGES)
-    assert all("no kernel" in r.note for r in rows)  # as it is without a GPU

@@ -47,22 +47,18 @@ def synthetic(factor: float = 1.0) -> list[Row]:
             rows.append(
                 replace(row, ms=100.0, images_per_s=1e3 / (1 + i + j), peak_mib=9e3 + i, **about)
             )
-    for provider in ("eager", "swapped"):
-        for i, stage in enumerate(models.STAGES):
-            row = models.row_of(Case("timm", "B", 224, 128), provider, "profile", stage)
-            rows.append(replace(row, ms=float(i + 1), **about))
     return rows
 
 
 def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
     (tmp_path / "results.csv").write_text(as_csv(synthetic()))
     assert main(["plot", str(tmp_path)]) == 0
-    names = {"attention.png", "ops.png", "vit.png", "profile.png"}
+    names = {"attention.png", "ops.png", "vit.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
     assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 5
     summary = (tmp_path / "summary.md").read_text()
-    assert "NO SUCH H200" in summary and "Host cost" not in summary  # it has no row
+    assert "NO SUCH H200" in summary
     assert "drawn" in capsys.readouterr().out
 
 
@@ -211,12 +207,9 @@ def test_a_case_has_the_best_of_each_side():
 
 
 def test_tables_of_a_run():
-    about = dict(shape="ViT", dtype="amp")
     rows = [
         Row("roof", "eager", "8192", "bf16", "matmul", ms=2.0, tflops=100.0),
         Row("roof", "eager", "1 element", "fp32", "graph replay", status=ERROR, note="no graph"),
-        Row("profile", "swapped", mode="mlp", ms=1.25, **about),
-        Row("host", "ours", mode="fwd", ms=0.0125, ms_p20=0.0121, ms_p80=0.0139, **about),
         # measured later, of a case that is there: it joins it
         Row("mlp", "ours", "a", "bf16", "fwd", ms=1.0),
         Row("mlp", "ours", "b", "bf16", "fwd", ms=1.0),
@@ -226,9 +219,6 @@ def test_tables_of_a_run():
     for line in (
         "| roof | 8192 | bf16 | matmul | eager | 2 ms, 100 TFLOP/s |",
         "| roof | 1 element | fp32 | graph replay | eager | error: no graph |",
-        "| profile | ViT | amp | mlp | swapped | 1.25 ms |",
-        "| op | mode | ours, us |",
-        "| ViT | fwd | 12.5 (12.1 to 13.9) |",
     ):
         assert line in lines, line
     start = lines.index("## Cases")
@@ -271,23 +261,6 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
     assert all(line.get_visible() for axes in drawn[0].axes for line in axes.get_ygridlines())
     assert labels == [("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
-
-
-def test_a_profile_has_the_stages_of_each_provider(drawn, tmp_path):
-    rows = [
-        Row("profile", provider, "a", "amp", stage, ms=ms)
-        for provider, stage, ms in (
-            ("eager", "mlp", 2.0),
-            ("swapped", "mlp", 1.0),
-            ("eager", "other", 4.0),
-            ("swapped", "other", 3.0),
-        )
-    ]
-    report.draw_profile([*rows, Row("profile", "eager", "a", "amp", "qkv", status=ERROR)], tmp_path)
-    (axes,) = drawn[0].axes
-    bars = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
-    assert bars == {"eager": [2.0, 4.0], "swapped": [1.0, 3.0]}
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["mlp", "other"]
 
 
 def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):

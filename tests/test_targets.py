@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from bench_stand_ins import bench, with_providers
+from bench_stand_ins import bench
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import plan, report
 from bench.models import EAGER_GRAPH, WAYS
-from bench.ops import OPS, SEARCH, T_SWEEP, Provider, Shape
+from bench.ops import SEARCH, T_SWEEP
 from bench.plan import GOALS, Claim, verdict
 from bench.rows import ERROR, FAILED, Row
 from fastvit_kernels import swap_in
@@ -222,31 +221,6 @@ def test_a_models_task_measures_what_is_beside_it_again(ran):
     (task,) = (t for t in plan.targets() if t.title.endswith(" swapped-low"))
     task.run(["swapped-low"], bench())
     assert [names for _, names in ran] == [("swapped-low", "swapped")]
-
-
-def test_first_launches_touch_what_is_compiled():
-    """Each of ours and each compiled one, forward and backward; not the search, not eager."""
-    called = []
-
-    def provider(name, **options):
-        def run(x, weight, bias):
-            called.append(name)
-            y = x * weight + bias
-            y.register_hook(lambda dy: called.append(f"{name}, backward"))
-            return (y, y.detach() * bias) if name == "ours" else y
-
-        return Provider(name, lambda: run, **options)
-
-    found = [
-        provider("eager"),
-        provider("ours", ours=True),
-        provider("compile", compiled=True),
-        provider("compile-max-autotune", compiled=True),
-    ]
-    shape = Shape("tiny", B=1, T=5, C=16, H=2, F=32)
-    op = with_providers(OPS["layer_norm"], lambda *_: found)
-    plan.op_target(op, shape, ("fwd",), compiles=True).touch(torch.device("cpu"))
-    assert called == ["ours", "ours, backward", "compile", "compile, backward"]
 
 
 def test_swap_in_knows_the_options_of_every_way():

@@ -25,9 +25,9 @@ def drawn(keep=5):
     return images, order[:, :keep], order[:, keep:]
 
 
-@pytest.mark.parametrize("rope_type", ["", "cat"])
+@pytest.mark.parametrize("rope_type", ["", "dinov3"])
 def test_the_encoder_never_reads_the_other_patches(rope_type):
-    rope = dict(rope_type=rope_type, ref_feat_shape=4) if rope_type else {}
+    rope = dict(rope_type=rope_type)
     model = encoder(reg_tokens=1, **rope)
     images, keep, hidden = drawn()
     pixels = torch.zeros(2, 16, device=DEVICE).scatter(1, hidden, float("nan"))

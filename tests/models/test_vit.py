@@ -650,12 +650,10 @@ def test_a_forward_of_linear_that_is_replaced_is_called(monkeypatch):
     torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layer", ["proj", "norm"])
-def test_a_hook_on_the_patches_is_called_and_obeyed(layer):
+def test_a_hook_on_the_patches_is_called_and_obeyed():
     model, host = _timm_pair(reg_tokens=2, no_embed_class=True, depth=1, img_size=16)
     for vit in (model, host):
-        hooked = vit.patch_embed.get_submodule(layer)
-        hooked.register_forward_hook(lambda _m, _i, y: 2 * y)
+        vit.patch_embed.proj.register_forward_hook(lambda _m, _i, y: 2 * y)
     torch.testing.assert_close(
         model(random_images(height=16)), host(random_images(height=16)), rtol=1e-4, atol=1e-5
     )

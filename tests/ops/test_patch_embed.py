@@ -307,9 +307,9 @@ def test_patch_embed_operators_pass_opcheck():
     images, weight, bias, prefix, pos = (x.detach() for x in inputs.values())
     dout = rand(2, 7, 20, dtype=fp32, grad=False)
     for operator, *arguments in (
-        (patch_embed_fwd, (images, weight, bias, prefix, pos, None, None, None, fp32)),
-        (patch_embed_fwd, (images.float(), weight, None, None, None, None, None, None, bf16)),
-        (patch_embed_bwd_weight, (dout, images, [4, 4], None, None, None, bf16, fp32)),
+        (patch_embed_fwd, (images, weight, bias, prefix, pos, None, fp32)),
+        (patch_embed_fwd, (images.float(), weight, None, None, None, None, bf16)),
+        (patch_embed_bwd_weight, (dout, images, [4, 4], None, bf16, fp32)),
         (patch_embed_bwd_tokens, (dout, 1, 6, 7, None, fp32, bf16, fp32)),
         (patch_embed_bwd_tokens, (dout, 1, 6, 6, None, None, None, fp32)),
         (patch_embed_bwd_images, (dout, weight, images.shape, None, bf16)),
