@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class Entry:
     config: Mapping[str, int | str | bool]
     default_us: float
     config_us: float
-    date: str  # ISO 8601, UTC
 
 
 def table_path(gpu: Gpu) -> Path:
@@ -52,10 +50,6 @@ def table_path(gpu: Gpu) -> Path:
 def fields(config: Any) -> dict[str, int | str | bool]:
     """A config, which is a NamedTuple, by its field names."""
     return config._asdict()
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _origin(gpu: Gpu) -> dict[str, Any]:

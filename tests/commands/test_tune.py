@@ -104,7 +104,7 @@ def test_a_time_budget_ends_the_search(monkeypatch):
 
 def test_a_table_that_is_there_does_not_sway_and_is_in_force_again(monkeypatch):
     with planted(monkeypatch, RIGHT, FASTER) as table:
-        entry = tuned_table.Entry("planted", (6,), RIGHT._asdict(), 10.0, 8.0, tuned_table.now())
+        entry = tuned_table.Entry("planted", (6,), RIGHT._asdict(), 10.0, 8.0)
         tuned_table.save(HERE, [entry])
         launch_configs.install(HERE, None)
         assert table.choose(HERE, 6) == RIGHT
@@ -137,7 +137,7 @@ def test_the_decisions_of_a_training_step(capsys):
 def written(monkeypatch):
     """A table with one entry, and its path."""
     with planted(monkeypatch, RIGHT):
-        entry = tuned_table.Entry("planted", (6,), RIGHT._asdict(), 10.0, 8.0, tuned_table.now())
+        entry = tuned_table.Entry("planted", (6,), RIGHT._asdict(), 10.0, 8.0)
         tuned_table.save(HERE, [entry])
         yield tuned_table.table_path(HERE)
 
