@@ -35,7 +35,6 @@ from fastvit_kernels.ops.attention.configs import (
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.launch import Problem, bwd_launch
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.rope import rope_ref
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.dtypes import DTYPES
@@ -436,7 +435,6 @@ class Op:
         found |= {
             "y": tokens * example.sizes.get("N", shape.C) * y,
             "hidden": tokens * shape.F * y,
-            "heads": 3 * tokens * shape.C * y,
             "lse": 4 * shape.H * tokens,
             "mean": 4 * rows,
             "rstd": 4 * rows,
@@ -494,11 +492,6 @@ def _rope(shape: Shape) -> Pair:
     return _elements(shape, 2 * forward, 2 * backward)
 
 
-def _sum(*parts: Pair) -> Pair:
-    forward, backward = zip(*parts, strict=True)
-    return sum(forward), sum(backward)
-
-
 # --- specifications and peers
 
 
@@ -508,29 +501,9 @@ def by_head(qkv: Tensor) -> Tensor:
     return torch.cat(heads, dim=2)
 
 
-def _projected_by_head(shape: Shape, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return by_head(F.linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)))
-
-
 def _packed_by_head(shape: Shape, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
     parts = qkv.unsqueeze(0).split(lengths(shape), dim=1)
     return torch.cat([by_head(part) for part in parts], dim=1).squeeze(0)
-
-
-def _in_parts(shape: Shape, linear: Function, rope: Function, attend: Function) -> Function:
-    """rope_attention as projection, RoPE and attention of (q, k, v)."""
-    turn = OPS["rope"].with_options(rope, shape)
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor, **tables: Tensor) -> Tensor:
-        q, k, v = linear(x, weight, bias).unflatten(-1, (3, shape.H, shape.D)).unbind(2)
-        return attend(*turn(q, k, **tables), v)
-
-    return run
-
-
-def _turned_by_head(shape: Shape, **inputs: Tensor) -> Tensor:
-    parts = _in_parts(shape, F.linear, rope_ref, lambda *qkv: by_head(torch.stack(qkv, 2)))
-    return parts(**inputs)
 
 
 def _rope_sizes(shape: Shape) -> dict[str, Any]:
@@ -658,15 +631,6 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
     )
 
 
-def _turned_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    def attend(*qkv: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in qkv)
-        return fk.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-    parts = _in_parts(shape, fk.linear, fk.rope, attend)
-    return [*sdpa_backends(torch_), ours("ours-parts", parts)]
-
-
 # varlen_attention: what the host knows of the lengths (indices that pad, block masks) is made once
 # a case, as a model makes it once a step. The loop of SDPA waits for the device at each call.
 
@@ -769,7 +733,6 @@ def _varlen_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -
 
 _FC1 = ("x", "weight", "bias")
 _QKV = ("qkv y lse", "dy qkv y lse dqkv")
-_PROJECTED = ("x weight heads y lse", "dy x weight heads y lse dx dweight")
 _HIDDEN = "fc1_weight fc2_weight"
 _GATED = f"gate_weight {_HIDDEN}"
 _GATED_FORWARD = f"x residual {_GATED} y hidden hidden"
@@ -836,26 +799,6 @@ OPS = {
             {"": _QKV},
             _attention_peers,
             long=lambda shape, qkv: by_head(qkv),
-        ),
-        Op(
-            # the QKV projection and attention as one Function
-            "qkv_attention",
-            lambda: (*vits(), *token_sweep(most=4097)),
-            lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s)),
-            {"": _PROJECTED},
-            _other_ways,
-            long=_projected_by_head,
-        ),
-        Op(
-            "rope_attention",
-            rope_shapes,
-            lambda s: _sum(_products(s, s.C, 3 * s.C), _attention(s), _rope(s)),
-            # q and k could turn where they are loaded
-            {"": (f"cos sin {_PROJECTED[0]}", f"cos sin {_PROJECTED[1]}")},
-            _turned_peers,
-            long=_turned_by_head,
-            sizes=_rope_sizes,
-            options=_rope_options,
         ),
         Op(
             "varlen_attention",

@@ -23,14 +23,13 @@ VARIANTS = {
     "varlen_attention": ("spread", "equal"),
     "rms_norm": ("", "heads", "added"),
     "rope": ("", "interleaved", "layer_norm", "learnt"),
-    "rope_attention": ("", "layer_norm", "learnt"),
 }
 CASES = [(name, variant) for name in OPS for variant in VARIANTS.get(name, ("",))]
 PRODUCTS = [(name, variant) for name, variant in CASES if name not in ("layer_norm", "rms_norm")]
 
 
 def shape_of(name, variant):
-    longer = {"varlen_attention": 16, "rope": 9, "rope_attention": 9}
+    longer = {"varlen_attention": 16, "rope": 9}
     return replace(SHAPE, T=longer.get(name, SHAPE.T), variant=variant)
 
 
@@ -75,9 +74,8 @@ def test_flops_are_those_of_the_products(name, variant):
     if name == "varlen_attention":
         lengths = given(op, shape)["cu_seqlens"].diff().tolist()
     again = 2 * shape.C * sum(n * n for n in lengths) if "attention" in name else 0
-    turned = OPS["rope"].flops if name == "rope_attention" else lambda shape, mode: 0
-    assert op.flops(shape, "fwd") == forward + turned(shape, "fwd")
-    assert op.flops(shape, "bwd") == backward + again + turned(shape, "bwd")
+    assert op.flops(shape, "fwd") == forward
+    assert op.flops(shape, "bwd") == backward + again
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_flops_of_an_element(name, variant, forward, backward):
 
 # By op: what a forward and a backward read and write, of what is as large as a product's operand.
 # y the output, of it and of inputs also the gradients; stats a row's fp32 pair, rstd one of it, lse
-# one of each head, hidden (M, F), qkv (M, 3 C).
+# one of each head, hidden (M, F).
 MOVED = {
     "layer_norm": ("x y stats", "y x x stats"),
     "rms_norm": ("x y rstd", "y x x rstd"),
@@ -120,11 +118,6 @@ MOVED = {
     ),
     "attention": ("qkv y lse", "qkv y y lse qkv"),
     "varlen_attention": ("qkv y lse", "qkv y y lse qkv"),
-    "qkv_attention": ("x weight heads y lse", "x weight heads y y lse x weight"),
-    "rope_attention": (
-        "x weight cos sin heads y lse",
-        "x weight cos sin heads y y lse x weight",
-    ),
     "rope": ("q k cos sin q k", "q k cos sin q k"),
     "rope-layer_norm": ("q k cos sin q k", "q k cos sin q k q k"),
     "rope-learnt": ("q k cos sin q k", "q k cos sin q k q k cos sin"),
@@ -142,7 +135,7 @@ def sizes(op, shape, dtype):
     norms = math.prod(inputs["x"].shape[:-1]) if op.name.endswith("norm") else rows
     size = y.element_size()
     found |= {"stats": 8 * norms, "rstd": 4 * norms, "lse": 4 * rows * shape.H}
-    found |= {"hidden": rows * shape.F * size, "heads": 3 * rows * shape.C * size}
+    found |= {"hidden": rows * shape.F * size}
     return {"gate_weight": 0, **found}  # packed: fc1_weight has both
 
 

@@ -192,7 +192,7 @@ def test_inputs_are_the_same_at_every_run():
     assert not Draw(CPU, torch.float32)(2, grad=False).requires_grad
 
 
-@pytest.mark.parametrize("name", ["attention", "qkv_attention", "varlen_attention"])
+@pytest.mark.parametrize("name", ["attention", "varlen_attention"])
 def test_long_sequences_go_head_by_head_in_float64(monkeypatch, name):
     """The scores of all heads do not fit; the numbers are the same, and so are the gradients."""
     op, shape = OPS[name], replace(TINY, B=2, variant="spread")
@@ -224,7 +224,6 @@ def test_a_forced_route_is_taken(name):
         assert FWD_TABLE.choose(here, *key) == FWD_TABLE.default(here, *key)
 
 
-@pytest.mark.parametrize("name", ["attention", "qkv_attention"])
 @pytest.mark.parametrize(
     ("B", "T", "others"),
     [
@@ -233,19 +232,22 @@ def test_a_forced_route_is_taken(name):
         (66, 197, ["library", "triton"]),
     ],
 )
-def test_attention_is_timed_by_the_other_routes_too(name, B, T, others):
+def test_attention_is_timed_by_the_other_routes_too(B, T, others):
     """Where Gluon is the default, by plain Triton too."""
     if B > 1 and not has_gluon():
         pytest.skip("triton is not installed, or has another Gluon")
     with on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)):
-        ways = {p.name: p for p in OPS[name].providers(replace(TINY, B=B, T=T, C=128, H=2), "bf16")}
+        ways = {
+            p.name: p
+            for p in OPS["attention"].providers(replace(TINY, B=B, T=T, C=128, H=2), "bf16")
+        }
     assert {"ours-library", "ours-triton"} & set(ways) == {f"ours-{other}" for other in others}
     here, key = Gpu("sm_80", 108, 163 * 1024), ("bf16", 64, 4096, "none", "many")
     for other in others:
         with ways[f"ours-{other}"].context():
             assert {t.choose(here, *key).route for t in (ATTENTION_FWD, ATTENTION_BWD)} == {other}
     assert not {"ours-library", "ours-triton"} & {
-        p.name for p in OPS[name].providers(replace(TINY, T=T), "fp32")
+        p.name for p in OPS["attention"].providers(replace(TINY, T=T), "fp32")
     }
 
 
