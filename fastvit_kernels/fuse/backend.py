@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .dynamo import guard_hooks, module_path
 from .graph import Decline, Graph
-from .normalise import bodies, forget_fakes, is_checkpoint, normalised
+from .normalise import bodies, forget_fakes, is_checkpoint, keep_sources, normalised
 from .options import PAIRS, drop_path_skip, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
@@ -52,7 +52,13 @@ class Options:
             allowed = get_args(known[name])
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-        return cls(**ours, rest=rest)
+        read = cls(**ours, rest=rest)
+        if read.memory == "low" and read.compiler == "inductor":
+            raise ValueError(
+                "memory='low' is for compiler='eager': what Inductor keeps for the backward is set "
+                "by torch._functorch.config.activation_memory_budget"
+            )
+        return read
 
 
 def fastvit_kernels(
@@ -74,6 +80,8 @@ def fastvit_kernels(
     if ours.compiler == "eager":
         run_checkpoints(made)
         return made.forward
+    if made is not gm:
+        keep_sources(gm, made)
     return by_inductor(made, example_inputs, mode, ours.rest)
 
 
@@ -118,8 +126,8 @@ def rewrite_body(
         g.apply(rule.apply, rule.roots)
     if options.drop_path == "skip":
         g.apply(drop_path_skip, BRANCHES)
-    # a checkpoint keeps nothing of its body, and Inductor's partitioner decides by itself
-    if options.memory == "low" and options.compiler == "eager" and is_whole:
+    # a checkpoint keeps nothing of its body
+    if options.memory == "low" and is_whole:
         g.apply(memory_low, PAIRS)
     for n in gm.graph.nodes:
         if flops := flops_of(n):

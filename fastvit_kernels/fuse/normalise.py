@@ -59,7 +59,6 @@ def normalised(gm: GraphModule, inputs: list[Any]) -> tuple[GraphModule, Any]:
     check_outputs(outputs(gm, "example_value"), outputs(made, "val"), traced)
     for body in bodies(made):
         without_borrowed_metadata(body)
-    keep_sources(gm, made)
     return made, mode
 
 

@@ -247,6 +247,10 @@ class Swapped:
         from .backend import fastvit_kernels
 
         settings = {**self.settings.options(), "compiler": "inductor"}
+        if settings.pop("memory") == "low":
+            self.calls.note(
+                "torch.compile around it decides what is kept: memory='low' is not used"
+            )
 
         def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             with collecting(self.calls):
@@ -352,6 +356,10 @@ def swap_in(
     _check_choice("drop_path", drop_path, DropPath)
     if mode is not None and compiler != "inductor":
         raise ValueError(f"swap_in: mode={mode!r} is Inductor's: give compiler='inductor' too")
+    if memory == "low" and compiler == "inductor":
+        raise ValueError(
+            "swap_in: memory='low' is for compiler='eager': Inductor decides by itself"
+        )
     select.check_untouched(model, regional)
     chosen, left_out = select.select(model, only, skip, regional)
     if not chosen or not any(p.requires_grad or p.numel() for p in model.parameters()):
