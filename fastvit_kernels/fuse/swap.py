@@ -358,7 +358,7 @@ def swap_in(
         raise ValueError(f"swap_in: mode={mode!r} is Inductor's: give compiler='inductor' too")
     if memory == "low" and compiler == "inductor":
         raise ValueError(
-            "swap_in: memory='low' is for compiler='eager': Inductor decides by itself"
+            "swap_in: memory='low' is for compiler='eager' alone"
         )
     select.check_untouched(model, regional)
     chosen, left_out = select.select(model, only, skip, regional)
