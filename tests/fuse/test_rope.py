@@ -187,6 +187,17 @@ def by_tokens(s, q, k):
     return q, k
 
 
+def prefix_by_tokens(dim):
+    """After two tokens, or where dim is that of heads after two heads."""
+
+    def one(s, x):
+        x = x.transpose(1, 2)
+        prefix, rest = x.tensor_split((2,), dim)
+        return torch.cat((prefix, turn(rest, s.cos, s.sin)), dim).transpose(1, 2)
+
+    return lambda s, q, k: (one(s, q), one(s, k))
+
+
 def split_pairs(x, interleaved):
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
 
@@ -240,6 +251,7 @@ SPELLINGS = {
     "by tokens, table (T, 1, D)": (by_tokens, dict(tables=(T, 1, D))),
     "by tokens, table (B, T, 1, D)": (by_tokens, dict(tables=(B, T, 1, D))),
     "by tokens, table (T, H, D)": (by_tokens, dict(tables=(T, H, D))),
+    "by tokens, prefix": (prefix_by_tokens(1), dict(tables=(T - 2, 1, D))),
     "scaled": (scaled, {}),
     "layer_norm": (both, dict(norm=lambda: nn.LayerNorm(D))),
     "rms_norm": (both, dict(norm=lambda: nn.RMSNorm(D, eps=1e-6))),
@@ -352,16 +364,18 @@ def columns_exchanged(s, q, k):
 
 
 def written_between(s, q, k):
-    first = q * s.cos
+    shown = q.view(q.shape)
+    first = shown * s.cos
     q.mul_(2)
-    return first + halves(q) * s.sin, turn(k, s.cos, s.sin)
+    return first + halves(shown) * s.sin, turn(k, s.cos, s.sin)
 
 
 def made_of_a_written_table(s, q, k):
     base = s.cos.clone()
-    q = turn(q, base.cos(), s.sin)
+    shown = base.view(T, D)
+    q = turn(q, shown.cos(), s.sin)
     base.add_(1)
-    return q, turn(k, base.cos(), s.sin)
+    return q, turn(k, shown.cos(), s.sin)
 
 
 def drawn_tables(s, q, k):
@@ -437,6 +451,7 @@ LOOK_ALIKES = {
     "prefix of keys": (other_prefix, dict(tables=(T - 2, D))),
     "prefix elsewhere": (prefix_elsewhere, dict(tables=(T - 2, D))),
     "prefix of heads": (prefix_of_heads, {}),
+    "prefix of heads by tokens": (prefix_by_tokens(2), dict(tables=(T, 1, D))),
     "prefix at the end": (prefix_at_the_end, dict(tables=(T - 2, D))),
     "columns in halves": (columns_in_halves, dict(tables=(T, D // 2))),
     "columns exchanged": (columns_exchanged, dict(tables=(T, D // 2))),
@@ -480,9 +495,10 @@ def test_norms_that_differ_stay_before_the_rotation(name):
 def test_a_table_that_changes_between_queries_and_keys_declines():
     def written_between(s, q, k):
         cos = s.cos.clone()
-        q = turn(q, cos, s.sin)
+        shown = cos.view(T, D)
+        q = turn(q, shown, s.sin)
         cos.add_(1)
-        return q, turn(k, cos, s.sin)
+        return q, turn(k, shown, s.sin)
 
     host = Host(written_between).requires_grad_(False)
     x = torch.randn(B, T, C, dtype=torch.float64)
