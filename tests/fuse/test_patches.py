@@ -169,6 +169,7 @@ def test_a_table_in_fp32_gives_the_dtype_of_the_host():
 
 CONVOLUTIONS = [
     dict(padding=1, stride=P - 1),
+    dict(padding=1),  # as many patches as without
     dict(padding=2),
     dict(padding="same", stride=1),
     dict(stride=2),
