@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,9 @@ from .options import PAIRS, drop_path_skip, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .rules.epilogue import BRANCHES
+from .swap import Compiler, DropPath, Memory
 from .views import hint, op, shape, val
 
-Compiler = Literal["inductor", "eager"]
-Memory = Literal["default", "low"]
-DropPath = Literal["mask", "skip"]
 PRODUCTS = set(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution "
     "scaled_dot_product_attention".split()

@@ -166,9 +166,13 @@ class _Summary:
 
     @property
     def left(self) -> list[Left]:
-        """What stays with the host, once each, the most FLOPs first."""
-        found = dict.fromkeys(row for g in self.graphs for row in g.left)
-        return sorted(found, key=lambda row: -row.flops)
+        """What stays with the host, the most FLOPs first: once, however many graphs it is in."""
+        found: dict[tuple[str, str, str], Left] = {}
+        for row in (row for g in self.graphs for row in g.left):
+            known = found.setdefault((row.name, row.op, row.reason), row)
+            if row.flops > known.flops:
+                found[row.name, row.op, row.reason] = row
+        return sorted(found.values(), key=lambda row: -row.flops)
 
     @property
     def graph_breaks(self) -> list[str]:
@@ -202,6 +206,8 @@ class _Summary:
 
     def _headline(self) -> str:
         percent = f"{100 * self.share:.1f} % of the matmul and attention FLOPs"
+        if not self.flops:
+            percent = "no matmul, no attention: what there is"
         if self.pytorch:
             how = f"would be fused by kernels on a GPU; here PyTorch runs them: {self.pytorch}"
         else:
@@ -281,8 +287,10 @@ class ModelStatus(_Summary):
 
 
 def reason_for_pytorch(model: nn.Module) -> str:
-    """Why PyTorch runs ops on the model's parameters; "" where kernels do."""
-    found = next((p for p in model.parameters() if p.is_floating_point() and is_raw(p)), None)
+    """Why PyTorch runs ops on the model's parameters, on a shard's own part of one; "" where
+    kernels do."""
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    found = next((p for p in parts if p.is_floating_point() and is_raw(p)), None)
     return (reason_for_torch(found) or "") if found is not None else ""
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fastvit_kernels.fuse.swap import swap_in
+from fastvit_kernels import swap_in
 
 timm = pytest.importorskip("timm")
 

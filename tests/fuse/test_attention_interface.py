@@ -10,13 +10,8 @@ import torch._dynamo as dynamo
 from swapped import assert_same
 from torch import nn
 
-from fastvit_kernels.fuse.attention_interface import (
-    fastvit_attention,
-    packed_attention,
-    register_attention,
-)
-from fastvit_kernels.fuse.report import status
-from fastvit_kernels.fuse.swap import swap_in
+from fastvit_kernels import register_attention, status, swap_in
+from fastvit_kernels.fuse.attention_interface import fastvit_attention, packed_attention
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small
 

@@ -10,7 +10,8 @@ import torch
 import torch._dynamo as dynamo
 from torch import nn
 
-from fastvit_kernels.fuse.swap import Swapped, swap_in
+from fastvit_kernels import swap_in
+from fastvit_kernels.fuse.swap import Swapped
 
 
 class Sleeper(nn.Module):

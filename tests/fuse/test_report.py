@@ -13,10 +13,9 @@ import torch._dynamo as dynamo
 from swapped import images, swapped_and_host, vit
 from torch import nn
 
+from fastvit_kernels import backend, status, swap_in
 from fastvit_kernels.fuse.backend import fastvit_kernels
-from fastvit_kernels.fuse.report import reports_of, status
-from fastvit_kernels.fuse.swap import swap_in
-from fastvit_kernels.runtime.backend import backend
+from fastvit_kernels.fuse.report import reports_of
 
 
 @pytest.fixture(autouse=True)

@@ -74,8 +74,7 @@ def work(rank, port, results):
     define_torchvision_operators()
     from swapped import images, vit
 
-    from fastvit_kernels.fuse.report import status
-    from fastvit_kernels.fuse.swap import swap_in
+    from fastvit_kernels import status, swap_in
 
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

@@ -10,8 +10,8 @@ import torch._dynamo as dynamo
 from swapped import images, vit
 from torch import nn
 
+from fastvit_kernels import swap_in
 from fastvit_kernels.fuse import backend
-from fastvit_kernels.fuse.swap import swap_in
 from fastvit_kernels.fuse.verify import verify
 
 
