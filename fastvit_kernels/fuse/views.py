@@ -146,12 +146,20 @@ def same_map(a: View, b: View) -> bool:
 def same_kind(n: Node, base: Node) -> bool:
     """One dtype, device, region and need of a gradient, no lazy conjugate or negative."""
     a, b = val(n), val(base)
-    in_one_region = base.op != "call_function" or n.meta["region"] == base.meta["region"]
     return (
-        in_one_region
+        in_one_region(n, base)
         and (a.dtype, a.device, a.requires_grad) == (b.dtype, b.device, b.requires_grad)
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
     )
+
+
+def in_one_region(n: Node, base: Node) -> bool:
+    """One grad mode and autocast; an input knows no autocast, but a view of it under no_grad is
+    cut from its gradient, whatever a fake value says of it."""
+    here, there = n.meta["region"], base.meta["region"]
+    if base.op == "call_function":
+        return here == there
+    return (here.grad, here.inference) == (there.grad, there.inference)
 
 
 def base_of(n: Node) -> Node | None:
@@ -264,6 +272,11 @@ def unravelled(offset: Any, steps: list[Any]) -> list[int] | None:
     return None
 
 
+def same_place(a: Node, b: Node) -> bool:
+    """One tensor; that nobody writes to it between the two reads, `absorb` sees."""
+    return a is b or (source(a, []) is source(b, []) and same_map(view(a), view(b)))
+
+
 def same_tensor(n: Any, path: list[Node]) -> Any:
     """Back through what changes neither a value nor its index: views to the same map, and copies.
 
@@ -295,8 +308,7 @@ def uncast(n: Any, path: list[Node]) -> Any:
             return n
         a, b = val(n), val(base)
         exact = torch.promote_types(a.dtype, b.dtype) == a.dtype and b.dtype.is_floating_point
-        in_one_region = base.op != "call_function" or n.meta["region"] == base.meta["region"]
-        if not (exact and wide(a.dtype) and wide(b.dtype) and in_one_region):
+        if not (exact and wide(a.dtype) and wide(b.dtype) and in_one_region(n, base)):
             return n
         if a.device != b.device or not eq(shape(n), shape(base)):
             return n

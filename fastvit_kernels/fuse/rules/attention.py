@@ -34,6 +34,7 @@ from ..views import (
     op,
     origin,
     same_map,
+    same_place,
     same_tensor,
     shape,
     val,
@@ -354,7 +355,8 @@ def projection(
     sizes_agree = all(eq(shape(t), shape(call.q)) for t in (call.k, call.v))
     need(sizes_agree, "keys or values of another shape than queries")
     need(
-        all(same_value(part.linear.x, x) for part in (k, v)), "queries and keys of different inputs"
+        all(same_place(part.linear.x, x) for part in (k, v)),
+        "queries and keys of different inputs",
     )
     need(q.sequence_first == k.sequence_first == v.sequence_first, "rows in different orders")
     root = joined(g, call.node)[0]
@@ -367,12 +369,6 @@ def projection(
         need(all(isinstance(s, int) for s in sizes[1:]), "tokens of dynamic number by windows")
         x = g.emit(root, aten.reshape.default, x, [-1, *sizes[1:]])
     return x, weight, bias, q.scale * k.scale, [*q.path, *k.path, *v.path]
-
-
-def same_value(a: Node, b: Node) -> bool:
-    """One node, or the same elements of one storage (which `absorb` sees nobody write to)."""
-    a, b = same_tensor(a, []), same_tensor(b, [])
-    return a is b or (same_map(view(a), view(b)) and val(a).dtype == val(b).dtype)
 
 
 def packed_weights(

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Node
 
 from ..graph import Graph, is_float, need
-from ..views import input_of, op, same_map, shape, uncast, val, view, view_base
-from .rope_tables import same_place, same_value, tables
+from ..views import input_of, op, same_map, same_place, shape, uncast, val, view, view_base
+from .rope_tables import same_value, tables
 from .rotation import Rotation, recast, rotation_of
 
 

@@ -19,12 +19,10 @@ from ..views import (
     input_of,
     is_tensor,
     op,
-    same_map,
+    same_place,
     shape,
-    source,
     storage_of,
     val,
-    view,
     view_base,
 )
 from .rotation import Rotation
@@ -109,11 +107,6 @@ def same_value(g: Graph, a: Any, b: Any, seen: set[tuple[Node, Node]]) -> bool:
     return same_value(g, a.args, b.args, seen) and all(
         same_value(g, v, b.kwargs[name], seen) for name, v in a.kwargs.items()
     )
-
-
-def same_place(a: Node, b: Node) -> bool:
-    """One tensor; that nobody writes to it between the two reads, `absorb` sees."""
-    return a is b or (source(a, []) is source(b, []) and same_map(view(a), view(b)))
 
 
 def alike(a: Node, b: Node) -> bool:

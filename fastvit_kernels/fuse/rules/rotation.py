@@ -24,6 +24,7 @@ from ..views import (
     View,
     bound,
     eq,
+    in_one_region,
     input_of,
     is_number,
     is_tensor,
@@ -367,6 +368,11 @@ def recast(n: Node, path: list[Node]) -> Node:
 
 def is_plain_cast(n: Node, base: Node) -> bool:
     a, b = val(n), val(base)
-    in_one_region = base.op != "call_function" or n.meta["region"] == base.meta["region"]
     alike = (a.device, a.requires_grad) == (b.device, b.requires_grad)
-    return in_one_region and alike and eq(shape(n), shape(base)) and wide(a.dtype) and wide(b.dtype)
+    return (
+        in_one_region(n, base)
+        and alike
+        and eq(shape(n), shape(base))
+        and wide(a.dtype)
+        and wide(b.dtype)
+    )
