@@ -52,6 +52,7 @@ class Host:
     prepare: Callable[[Any], None] = nothing
     between: Callable[[Any], None] = nothing  # two calls
     calls: int = 1
+    precision: torch.dtype | None = None  # the coarsest dtype in it, where that is not `dtype`
     again: Callable[[], tuple[Any, ...]] | None = None  # inputs of later calls
     module: Callable[[], nn.Module] | None = None  # instead of a Kit and `forward`
 
@@ -171,7 +172,7 @@ def add_state(facts: Facts, at: str, module: nn.Module, inputs: Any) -> None:
             facts[f"{at}gradient of input {i}"] = x.grad
 
 
-def differences(host: Facts, other: Facts) -> dict[str, str]:
+def differences(host: Facts, other: Facts, precision: torch.dtype) -> dict[str, str]:
     """What is wrong with each fact that is not the host's."""
     names = dict.fromkeys((*host, *other))
     largest = max((size(v) for k, v in host.items() if "gradient of" in k), default=0.0)
@@ -181,7 +182,7 @@ def differences(host: Facts, other: Facts) -> dict[str, str]:
             found[name] = "missing" if name in host else "new"
             continue
         floor = 0.05 * largest if "gradient of" in name else 0.0
-        if why := difference(host[name], other[name], floor):
+        if why := difference(host[name], other[name], floor, precision):
             found[name] = why
     return found
 
@@ -192,14 +193,14 @@ def size(x: Any) -> float:
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max())
 
 
-def difference(a: Any, b: Any, floor: float) -> str:
+def difference(a: Any, b: Any, floor: float, precision: torch.dtype) -> str:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return "" if type(a) is type(b) and (a == b or a != a) else f"{a} became {b}"
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return f"{a.dtype} {tuple(a.shape)} became {b.dtype} {tuple(b.shape)}"
     if not a.is_floating_point():
         return "" if torch.equal(a, b) else "other values"
-    tolerance = TOLERANCE[a.dtype]
+    tolerance = max(TOLERANCE[a.dtype], TOLERANCE[precision])
     a, b = a.double(), b.double()
     finite = a.isfinite()
     if not torch.equal(a.nan_to_num(7.0)[~finite], b.nan_to_num(7.0)[~finite]):
@@ -266,14 +267,15 @@ def run(host: Host) -> Result:
         module = host.build()
         truth = observe(host, module, module)
         ours, reports = compiled(host, fused)
-        off = differences(truth, ours)
+        precision = host.precision or host.dtype
+        off = differences(truth, ours, precision)
         if not off:
             return Result({}, {}, reports)
         plain, _ = compiled(host, "eager")
-    dynamo = differences(truth, plain)
+    dynamo = differences(truth, plain, precision)
     # where Dynamo is not the host, Dynamo's is what a rule must keep
     wrong = {k: why for k, why in off.items() if k not in dynamo}
-    wrong |= {k: why for k, why in differences(plain, ours).items() if k in dynamo}
+    wrong |= {k: why for k, why in differences(plain, ours, precision).items() if k in dynamo}
     return Result(wrong, dynamo, reports)
 
 

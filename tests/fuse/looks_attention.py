@@ -159,6 +159,12 @@ def seen_without_grad(x: Tensor) -> Tensor:
         return x.view_as(x)
 
 
+def copy_with_view_written(x: Tensor) -> Tensor:
+    copy = x.clone()
+    copy.view(-1).mul_(2)
+    return copy
+
+
 def two_uses(kit: Kit, x: Tensor) -> Tensor:
     q, k, v = separate(kit, x)
     return join(sdpa(q, k, v)) + join(q) + kit.o(x)
@@ -219,6 +225,9 @@ STRUCTURES = {
     "k of x in bits": lambda kit, x: kinds_of(kit, x, x.view(torch.int64).view(x.dtype)),
     "k of a clone": lambda kit, x: kinds_of(kit, x, x.clone()),
     "k of a copy written to": lambda kit, x: kinds_of(kit, x, x.clone().mul_(2)),
+    "k of a copy whose view is written to": lambda kit, x: kinds_of(
+        kit, x, copy_with_view_written(x)
+    ),
     "k of a view": lambda kit, x: kinds_of(kit, x, x.flatten(0, 1).view(x.shape)),
     "k of x turned": lambda kit, x: kinds_of(kit, x, x.transpose(0, 1)),
     "x written before k": lambda kit, x: (
