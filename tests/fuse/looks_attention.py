@@ -36,11 +36,9 @@ INF = math.inf
 def layouts() -> Iterator[Host]:
     """Every way to take q, k and v out of one product where B = T = H = D."""
     for axes in ((3, 8, 8), (8, 3, 8), (8, 8, 3)):
-        if axes.count(3) == 1:
-            where = axes.index(3)
-            rest = [i for i in range(5) if i != 2 + where]
-            for order in itertools.permutations(rest):
-                yield layout(axes, 2 + where, order)
+        three = 2 + axes.index(3)
+        for order in itertools.permutations(i for i in range(5) if i != three):
+            yield layout(axes, three, order)
 
 
 def layout(axes: tuple[int, ...], three: int, order: tuple[int, ...]) -> Host:
