@@ -163,6 +163,17 @@ def copy_with_view_written(x: Tensor) -> Tensor:
     return copy
 
 
+def written_between(
+    kit: Kit, h: Tensor, part: Callable[[Tensor], Tensor] = lambda t: t.flatten()
+) -> Tensor:
+    """Under no_grad, since autograd would see it."""
+    with torch.no_grad():
+        seen = part(h)
+        q = split(kit.q(h))
+        seen.mul_(2)
+        return join(sdpa(q, split(kit.k(h)), split(kit.v(h))))
+
+
 def two_uses(kit: Kit, x: Tensor) -> Tensor:
     q, k, v = separate(kit, x)
     return join(sdpa(q, k, v)) + join(q) + kit.o(x)
@@ -231,6 +242,10 @@ STRUCTURES = {
     "x written before k": lambda kit, x: (
         lambda q: join(sdpa(q, split(kit.k(x.mul_(2))), split(kit.v(x))))
     )(split(kit.q(x))),
+    "a norm written between by a view": lambda kit, x: written_between(kit, kit.n(x)),
+    "a sum written between by a view": lambda kit, x: written_between(kit, x + kit.o(x)),
+    "a layer written between by a view": lambda kit, x: written_between(kit, kit.o(x)),
+    "a norm written between": lambda kit, x: written_between(kit, kit.rms(x), lambda t: t),
     "q read twice": two_uses,
     "three axes": three_axes,
     "three axes, sdpa": lambda kit, x: sdpa(*[t.flatten(0, 1) for t in separate(kit, x)]),

@@ -35,7 +35,6 @@ NORM = {
     "function": lambda kit, x: kit.o(F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, 1e-5)),
     "without weight": lambda kit, x: kit.o(F.layer_norm(x, [C])),
     "of (B, 1, T, C)": lambda kit, x: kit.o(kit.n(x[:, None])),
-    "of one row": lambda kit, x: kit.o(kit.n(x[0, 0])),
 }
 RMS = {
     "module": lambda kit, x: kit.o(kit.rms(x)),
