@@ -413,8 +413,6 @@ def rows() -> Iterator[tuple[str, ...]]:
 # ViT-B's heads: images of 128 to 1024 tokens, padded to the longest or packed; a mask that is
 # learnt. SDPA takes masks as torch dispatches them on CUDA.
 
-# Of patch_embed: what stands in a data loader or after it, counted with it.
-NORMALISE = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 PATCHES = (SIZE // PATCH) ** 2
 KEPT_PATCHES = PATCHES // 4
 
@@ -436,7 +434,7 @@ def _figures(step: Step) -> tuple[str, ...]:
 
 
 def patches(size: str, way: str, ours: bool) -> Step:
-    """Patch embedding under bf16 autocast: fp32 images, uint8 ones, or a quarter of the patches.
+    """Patch embedding under bf16 autocast: of whole images, or of a quarter of the patches.
 
     A launch counts its tensors whole, but ours reads the pixels of kept patches alone.
     """
@@ -452,8 +450,6 @@ def patches(size: str, way: str, ours: bool) -> Step:
     with backend("triton"), counting() as count:
         parameters = {n: torch.empty(s, requires_grad=True) for n, s in shapes.items()}
         images = torch.empty(BATCH, 3, SIZE, SIZE)
-        if "uint8" in way:
-            images, given = images.to(torch.uint8), {**NORMALISE}
         if "kept" in way:
             given["keep"] = torch.zeros(BATCH, KEPT_PATCHES, dtype=torch.int64)
         with torch.autocast("cpu", torch.bfloat16):
@@ -464,7 +460,7 @@ def patches(size: str, way: str, ours: bool) -> Step:
     return step.without(unread, unread)
 
 
-IMAGES = ("fp32 images", "uint8 images", "fp32, 25 % kept", "uint8, 25 % kept")
+IMAGES = ("whole images", "25 % kept")
 
 
 def patch_rows() -> Iterator[tuple[str, ...]]:
