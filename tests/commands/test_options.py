@@ -1,7 +1,6 @@
 """One hand wrote every command line: a flag that several commands have means the same in each."""
 
 import argparse
-import ast
 import json
 from pathlib import Path
 
@@ -49,18 +48,6 @@ def _actions():
     for name, parser in _subparsers(bench_parser()).items():
         for action in parser._actions:
             yield f"bench {name}", action
-
-
-def test_shared_flags_are_defined_in_options_alone():
-    files = [*(ROOT / "fastvit_kernels/commands").rglob("*.py"), *(ROOT / "bench").glob("*.py")]
-    found = []
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            adds = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument")
-            if adds and file.name != "options.py":
-                words = {a.value for a in node.args if isinstance(a, ast.Constant)}
-                found += [f"{file.name}:{node.lineno} {w}" for w in words & SHARED]
-    assert not found
 
 
 def test_a_flag_takes_the_same_kind_of_value_everywhere():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -22,26 +21,6 @@ from fastvit_kernels.runtime.triton import bind_launch
 
 PACKAGE = Path(fk.__file__).parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="stands in for Triton's interpreter")
-
-
-def package_trees():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
-
-
-def test_every_launch_in_the_source_is_bound():
-    """By `bind_launch`, which minds the device: no `kernel[grid](...)`, no `kernel.run(...)`."""
-    bound = 0
-    for path, tree in package_trees():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            name = ast.unparse(node.func)
-            bound += name == "bind_launch"
-            inside = path.name == "triton.py" and path.parent.name == "runtime"
-            launches = "kernel[" in name or name.endswith("kernel.run")
-            assert inside or not launches, f"{path.name}:{node.lineno} launches on any device"
-    assert bound >= 12, "the test no longer recognises launches"
 
 
 @pytest.fixture
@@ -308,14 +287,3 @@ def test_no_launcher_reads_a_value_on_the_host(op, launches, monkeypatch):
         for name in HOST_READS:
             patch.setattr(Tensor, name, forbidden)
         torch.autograd.grad(function(*inputs), inputs, upstream)
-
-
-def test_no_host_read_in_the_source_of_ops():
-    forbidden = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero", "unique"}
-    for path, tree in package_trees():
-        if "triton.jit" not in path.read_text():
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                name = node.func.attr
-                assert name not in forbidden, f"{path.name}:{node.lineno} calls .{name}()"
