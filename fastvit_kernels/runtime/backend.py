@@ -26,7 +26,7 @@ from torch import Tensor
 from .arguments import autocast_dtype
 from .compat import constant_when_traced, in_forward_mode, in_transform
 from .dtypes import DTYPE_NAMES
-from .triton import HAS_TRITON, tl, triton
+from .triton import HAS_TRITON, VERSION, tl, triton
 
 Backend = Literal["auto", "triton", "torch"]
 
@@ -96,6 +96,19 @@ def backend(name: Backend) -> Iterator[None]:
         _here.own = former
 
 
+@functools.cache
+def family(arch: str) -> int:
+    """The generation whose rules an architecture follows: 8, 9, 10 or 12, else 0.
+
+    It tells which tensor cores Triton compiles for: mma.sync with operands in registers (8, 12),
+    wgmma (9), tcgen05 (10, and sm_110).
+    """
+    if not arch.startswith("sm_"):
+        return 0
+    major = int(arch.removeprefix("sm_")) // 10
+    return {11: 10}.get(major, min(major, 12))
+
+
 class Gpu(NamedTuple):
     """What a launcher may ask of a GPU. `arch` is "sm_90", "gfx942", ..., "cpu"."""
 
@@ -103,6 +116,14 @@ class Gpu(NamedTuple):
     num_sms: int
     shared_limit: int  # bytes of shared memory a block may ask for
     name: str = ""  # as its driver says it; "" for the interpreter and for absent GPUs
+
+    @property
+    def family(self) -> int:
+        return family(self.arch)
+
+    @property
+    def is_amd(self) -> bool:
+        return self.arch.startswith("gfx")
 
 
 class _Gpus(dict[torch.device, Gpu]):
@@ -149,6 +170,8 @@ def _capability_reason(device: torch.device) -> str | None:
     arch = _gpu(device).arch
     if arch.startswith("sm_") and int(arch[3:]) < 80:
         return f"{device} is {arch}, and the kernels need sm_80"
+    if arch == "sm_110" and HAS_TRITON and VERSION < (3, 8):
+        return f"{device} is {arch}, whose code triton {triton.__version__} cannot assemble"
     return None
 
 

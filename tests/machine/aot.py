@@ -21,7 +21,7 @@ from torch import Tensor
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, active_driver
 from fastvit_kernels.runtime.operator import LAUNCHERS
-from fastvit_kernels.runtime.triton import HAS_TRITON, triton
+from fastvit_kernels.runtime.triton import HAS_TRITON, VERSION, triton
 
 
 class Target(NamedTuple):
@@ -30,6 +30,7 @@ class Target(NamedTuple):
     name: str
     num_sms: int  # of the GPU named beside it in TARGETS; it sets grids, not code
     shared_limit: int  # bytes a block: CUDA C++ programming guide, "Technical specifications"
+    least_triton: tuple[int, ...] = (3, 6)  # whose assembler knows it
 
     @property
     def is_amd(self) -> bool:
@@ -52,7 +53,10 @@ TARGETS = {
         Target("sm_89", 128, 99 * KB),  # RTX 4090
         Target("sm_90", 132, 227 * KB),  # H100, H200
         Target("sm_100", 148, 227 * KB),  # B200
+        Target("sm_103", 148, 227 * KB),  # B300
+        Target("sm_110", 20, 227 * KB, least_triton=(3, 8)),  # Jetson Thor
         Target("sm_120", 170, 99 * KB),  # RTX 5090
+        Target("sm_121", 48, 99 * KB),  # GB10
         Target("gfx942", 304, 64 * KB),  # MI300X
     )
 }
@@ -225,6 +229,9 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
         raise RuntimeError("triton is not installed")
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile")
+    if target.least_triton > VERSION:
+        least = ".".join(map(str, target.least_triton))
+        raise CompileError(f"{target.name} needs triton {least}, this is {triton.__version__}")
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from . import sass
-from .faults import faults
+from .faults import faults, unfenced_copies
 from .launches import Launch
 from .loop_model import (
     ROOFS,
@@ -92,10 +92,12 @@ class Examined(Kernel):
 
 
 def examine(launch: Launch) -> Examined:
-    """The launch's kernel with what its code says; the kernel alone where ROOFS has no such GPU."""
+    """The launch's kernel with what its code says: a missing fence alone where ROOFS has no such
+    GPU."""
     kernel, code, roof = launch.kernel, launch.code, ROOFS.get(launch.kernel.arch)
     if code is None or roof is None:
-        return Examined(**vars(kernel))
+        found = () if code is None else tuple(unfenced_copies(code))
+        return Examined(**vars(kernel), faults=found)
     hot = products = ""
     if (loop := hot_loop(code.loops)) is not None:
         own = sass.count(loop.own)

@@ -41,17 +41,20 @@ def narrow_products(code: Code) -> Iterator[str]:
 
 
 def unfenced_copies(code: Code) -> Iterator[str]:
-    """wgmma reads through the async proxy what cp.async wrote through the generic one.
+    """wgmma or tcgen05 reads through the async proxy what cp.async wrote through the generic one.
 
     Triton adds the fence from 3.7.1 (triton #9610, #10537).
     """
     buffers = _copied_operands(code.ttgir)
     if buffers and _reads_before_fence(code.blocks):
-        yield f"wgmma reads {len(buffers)} buffers of cp.async without fence.proxy.async"
+        yield f"tensor cores read {len(buffers)} buffers of cp.async without fence.proxy.async"
 
 
-_RESULT = re.compile(r"^\s*(%[\w$]+)(?::\d+)? = ([\w.]+)")
+_RESULT = re.compile(r"^\s*(?:(%[\w$]+)(?::\d+)? = )?([a-z_]+\.[\w.]+)")
 _NAMES = re.compile(r"%[\w$]+")
+
+
+_PRODUCTS = ("ttng.warp_group_dot", "ttng.tc_gen5_mma")
 
 
 def _copied_operands(ttgir: str) -> set[str]:
@@ -74,10 +77,9 @@ def _copied_operands(ttgir: str) -> set[str]:
             parent[match[1]] = names[1]
         elif match[2] == "ttg.async_copy_global_to_local":
             written.add(root(names[2]))
-        elif match[2] == "ttng.warp_group_dot":
-            types = line.rpartition(" : ")[2].split(" -> ")[0].split(" * ")
-            operands = zip(names[1:3], types, strict=False)
-            read |= {root(name) for name, kind in operands if "memdesc" in kind}
+        elif match[2] in _PRODUCTS:
+            first = 0 if match[1] is None else 1  # after the result
+            read |= {root(name) for name in names[first : first + 2]}
     return written & read
 
 
@@ -85,7 +87,7 @@ ISSUED, LANDED = 1, 2  # copies under way; copies that have arrived and that no 
 
 
 def _reads_before_fence(ptx: Ptx) -> bool:
-    """Whether a path leads from cp.async over its wait to wgmma without a fence of the proxies."""
+    """Whether a path leads from cp.async over its wait to a product without a fence of proxies."""
     states = [0] * len(ptx.blocks)
     open_ = list(range(len(ptx.blocks)))
     while open_:
@@ -100,7 +102,7 @@ def _reads_before_fence(ptx: Ptx) -> bool:
                     state &= ~ISSUED
             elif op.name.startswith("fence.proxy.async"):
                 state &= ~LANDED
-            elif op.name.startswith("wgmma.mma_async") and state & LANDED:
+            elif op.name.startswith(("wgmma.mma_async", "tcgen05.mma")) and state & LANDED:
                 return True
         for following in ptx.successors[at]:
             if states[following] | state != states[following]:

@@ -21,8 +21,7 @@ from tests.machine.aot import TARGETS, CompileError
 
 from .examine import Examined, examine
 from .launches import trace_step
-from .resources import GATED
-from .steps import CASES, LISTED_ONLY
+from .steps import CASES, is_compiled
 from .table import compare, read_table, write_table
 
 HERE = Path(__file__).parent
@@ -46,7 +45,7 @@ def broken_rules(kernels: Iterable[Examined]) -> list[str]:
     """What the gate forbids whatever the table says: one sentence for each kernel and rule."""
     found = []
     for k in kernels:
-        found += [*k.problems(), *(f"{k}: {fault}" for fault in k.faults if k.arch in GATED)]
+        found += [*k.problems(), *(f"{k}: {fault}" for fault in k.faults)]
     return found
 
 
@@ -80,12 +79,7 @@ def _compile_case(task: tuple[str, str, frozenset[str]]) -> Compiled:
 def compile_cases(archs: Sequence[str], jobs: int, known: Iterable[str] = ()) -> Compiled:
     """CASES for these targets, each kernel once, but for specialisations of these digests."""
     known = frozenset(known)
-    tasks = [
-        (arch, case, known)
-        for arch in archs
-        for case in CASES
-        if arch in GATED or case not in LISTED_ONLY
-    ]
+    tasks = [(arch, case, known) for arch in archs for case in CASES if is_compiled(case, arch)]
     # spawned: a fork would carry the state of torch's and LLVM's threads
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_compile_case, tasks))

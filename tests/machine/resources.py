@@ -29,7 +29,10 @@ SMS = {
     "sm_89": Sm(100 * KB, 48, 24),
     "sm_90": Sm(228 * KB, 64, 32),
     "sm_100": Sm(228 * KB, 64, 32),
+    "sm_103": Sm(228 * KB, 64, 32),
+    "sm_110": Sm(228 * KB, 48, 24),
     "sm_120": Sm(100 * KB, 48, 24),
+    "sm_121": Sm(100 * KB, 48, 24),
 }
 GATED = ("sm_80", "sm_90")  # where no kernel may spill
 REGISTERS_PER_SM = 65536

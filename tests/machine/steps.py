@@ -34,6 +34,7 @@ from tests.machine.compile import model_step
 
 from . import attention_steps
 from .attention_steps import HEAD_DIMS, backward
+from .resources import GATED
 
 
 def _blocks(
@@ -294,6 +295,18 @@ CASES: dict[str, Callable[[], None]] = {
     },
     "attention, few queries": attention_steps.few_queries,
 }
+# Targets whose code is another's, and what is compiled for them: the rules hold of both or of none.
+LIKE_OTHERS = {"sm_103": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120"}
+SAMPLE = {"ViT-B/16, T=197", "masked attention", "patches"}
+
+
+def is_compiled(case: str, arch: str) -> bool:
+    """Whether the gate compiles this one of CASES for a target."""
+    if arch in LIKE_OTHERS:
+        return case in SAMPLE
+    return arch in GATED or case in SAMPLE or case not in LISTED_ONLY
+
+
 # Their shared memory is that of other cases.
 LISTED_ONLY = {
     "ViT-Ti/16, one image",

@@ -37,7 +37,10 @@ def test_limits_are_the_programming_guides():
         "sm_89": (100, 48, 24),
         "sm_90": (228, 64, 32),
         "sm_100": (228, 64, 32),
+        "sm_103": (228, 64, 32),
+        "sm_110": (228, 48, 24),
         "sm_120": (100, 48, 24),
+        "sm_121": (100, 48, 24),
     }
     nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
     assert guide == {n: (sm.shared // 1024, sm.warps, sm.blocks) for n, sm in SMS.items()}

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastvit_kernels.ops.attention import by_library, launch
+from fastvit_kernels.ops.attention import by_library, configs as attention_configs, launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     FWD_TABLE,
@@ -28,6 +28,7 @@ from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention
 from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention as sdpa
 from fastvit_kernels.ops.attention.varlen import varlen_attention
+from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.compat import CUDNN, FLASH, torch_sdpa
@@ -472,6 +473,31 @@ def test_what_the_table_says(on):
         assert _routes(on, T, dtype="fp32") == _routes(on, T, D=136) == ours
     for elsewhere in (Gpu("sm_86", 84, 99 * 1024), Gpu("gfx942", 304, 2**16), Gpu("cpu", 2, 2**20)):
         assert _routes(elsewhere, 4097) == ours
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
+@pytest.mark.parametrize("has_fence", [True, False])
+def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
+    """From T = 257, and everywhere where Triton leaves out a fence; masks are ours, unpipelined."""
+    monkeypatch.setattr(attention_configs, "UNFENCED", not has_fence)
+    on = Gpu(arch, 148, 227 * 1024, f"fence {has_fence}")  # its own entries in the cache of plans
+    for T in (50, 197, 257, 577, 4097):
+        wanted = "library" if T > 256 or not has_fence else "triton"
+        assert _routes(on, T) == _routes(on, T, mask="causal") == [wanted] * 2
+    assert _routes(on, 577, mask="add") == _routes(on, 577, dtype="fp32") == ["triton"] * 2
+    assert _routes(Gpu("sm_121", 48, 99 * 1024), 4097) == ["triton"] * 2
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
+def test_blackwell_never_copies_ahead_of_tensor_cores(arch, monkeypatch):
+    """cp.async without a fence before tcgen05: pytorch #181248, triton #10537."""
+    monkeypatch.setattr(gemm, "INTERPRETED", False)
+    fields = (197, "add", False, "ieee")
+    for dtype, stages in ((torch.bfloat16, {1}), (torch.float32, {1, 2})):
+        problem = Gpu(arch, 148, 227 * 1024), dtype, (2, 197, 12, 64), *fields
+        split = launch.bwd_launch.__wrapped__(*problem).split
+        every = [launch.fwd_launch.__wrapped__(*problem), *split]
+        assert {each.options["num_stages"] for each in every} <= stages
 
 
 def test_a_tuned_entry_goes_before_it(noted, monkeypatch):

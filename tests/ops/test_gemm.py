@@ -16,7 +16,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
     LIBRARY,
     PERSISTENT,
     SMALL,
-    TMA_ARCHS,
+    TMA_FAMILIES,
     TMA_PAIR,
     TMA_SMALL,
     TMA_TILE,
@@ -185,7 +185,7 @@ def test_gemm_tiles_come_by_tma_or_by_pointers(gpu):
                 gpu, config, 16384, 768, 768, "fp32" if config.block_k == 32 else "bf16"
             )
             if fits and config.route == "triton":
-                assert config.descriptors == (gpu.arch in TMA_ARCHS), config
+                assert config.descriptors == (gpu.family in TMA_FAMILIES), config
 
 
 def test_gemm_leaves_the_users_allocator_alone(monkeypatch):

@@ -282,11 +282,21 @@ def _on_gpu(arch, monkeypatch, dtype=torch.float32):
     return SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_120", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_110", "sm_120", "gfx942"])
 def test_kernels_run_from_sm_80_on(arch, monkeypatch):
+    monkeypatch.setattr(backend_module, "VERSION", (3, 6, 0))
     reason = reason_for_torch(_on_gpu(arch, monkeypatch))
-    assert reason == ("cuda:0 is sm_75, and the kernels need sm_80" if arch == "sm_75" else None)
+    wanted = {"sm_75": "sm_75, and the kernels need sm_80", "sm_110": "sm_110, whose code triton"}
+    assert (reason or "").startswith(f"cuda:0 is {wanted[arch]}") if arch in wanted else not reason
     backend_module._capability_reason.cache_clear()
+
+
+def test_each_architecture_has_the_rules_of_its_tensor_cores():
+    families = {8: "80 86 87 89", 9: "90", 10: "100 103 110", 12: "120 121"}
+    for family, numbers in families.items():
+        for number in numbers.split():
+            assert Gpu(f"sm_{number}", 1, 0).family == family
+    assert Gpu("gfx942", 1, 0).family == Gpu("cpu", 1, 0).family == 0
 
 
 def test_what_a_gpu_leaves_to_torch_is_said_once_for_each_op_and_reason(monkeypatch):

@@ -20,7 +20,7 @@ from ...runtime.backend import Gpu, gpu
 from ...runtime.compat import matmul_precision
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
-from ..common.gemm import TMA_ARCHS
+from ..common.gemm import TMA_FAMILIES
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
 from .launch import Problem, dropout_arguments, mask_kind, mask_layout, mask_strides, padded_rows
@@ -196,7 +196,7 @@ def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -
         if tokens <= 64:
             return BIAS_SHORT
         return BIAS[2, 128] if _is_crowded(gpu, D, mask) else BIAS[2, 64]
-    if (gpu.arch, itemsize) == ("sm_90", 4) and D > 32:
+    if (gpu.family, itemsize) == (9, 4) and D > 32:
         return BIAS[4, 256]  # the larger tile spills 4 KB with triton 3.9
     rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == itemsize and most >= D]
     return rows[0]
@@ -204,7 +204,7 @@ def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -
 
 def _is_crowded(gpu: Gpu, D: int, mask: str) -> bool:
     """Whether 32 scores a thread leave too few registers: for dropout's numbers, or wide heads."""
-    widest = 128 if gpu.arch in TMA_ARCHS else 64
+    widest = 128 if gpu.family in TMA_FAMILIES else 64
     return mask.endswith("dropout") or widest < D
 
 
@@ -212,7 +212,7 @@ def _fits(
     gpu: Gpu, config: BiasConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
     default = _default(gpu, dtype, D, tokens, mask, heads)
-    if gpu.arch.startswith("gfx"):
+    if gpu.is_amd:
         return config == default
     if config == BIAS[2, 64] and _is_crowded(gpu, D, mask):
         return False
@@ -260,7 +260,7 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
         BLOCK_KV=blocks[1],
         RAGGED_KV=T_kv % blocks[1] != 0,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=problem.stages(config.num_stages),
     )
     sizes = H, T_q, T_kv, heads, shared, H // heads, each
     return BiasLaunch((tiles * parts,), parts, sizes, options | flags)

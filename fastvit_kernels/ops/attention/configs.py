@@ -20,6 +20,7 @@ from ...runtime.backend import Gpu
 from ...runtime.configs import ConfigTable, forced
 from ...runtime.dtypes import DTYPES
 from ...runtime.triton import VERSION, has_gluon
+from ..common.gemm import UNFENCED
 from .tiling import query_parts
 
 MAX_D = 256
@@ -87,7 +88,10 @@ class BwdForm(NamedTuple):
 # Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
 # why; but the forward at D = 64 on sm_90 is ours. On an H100 at T = 2305 and 4097 ours takes 0.9 to
 # 0.97 of the library's time, our backward 1.01 and 1.11. "modelled": beside published times.
+# Family 10, where ours is plain Triton and does not copy ahead (`is_unpipelined`): on B200 FA4 is
+# published at 2.1 to 2.7 times a plain Triton kernel's speed, and cuDNN above it (sglang #33655).
 LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "measured, H100, D = 64")}
+LIBRARY_FROM_BLACKWELL = (257, "published, B200, not measured")
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
@@ -241,7 +245,7 @@ def _prefetching(
         @functools.wraps(default)
         def choose(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> Any:
             config = default(gpu, dtype, D, tokens, mask, heads)
-            masks = {"sm_90": sm_90, "sm_80": sm_80 if D == 64 else ()}.get(gpu.arch, ())
+            masks = sm_90 if gpu.family == 9 else sm_80 if (gpu.arch, D) == ("sm_80", 64) else ()
             fits = "all" in masks or (D not in but and mask in masks)
             wants = (ITEMSIZE[dtype], config.num_stages) == (2, 2)
             return config._replace(num_stages=3) if wants and fits else config
@@ -265,7 +269,7 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
 
 @_prefetching(UNCROWDED)
 def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
-    on_hopper = gpu.arch == "sm_90" and 32 < D <= 64  # at D = 32 a boolean mask spills
+    on_hopper = gpu.family == 9 and 32 < D <= 64  # at D = 32 a boolean mask spills
     long_on_mma = _is_ampere(gpu) and tokens > 64
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and not on_hopper:
         if D > 128:
@@ -305,14 +309,14 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
 # By triton 3.9 a third stage at D = 80 makes wgmma wait.
 @_prefetching(UNCROWDED, ("none", "keys", "varlen"), (96,) if VERSION < (3, 9) else (80, 96))
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
+    if (gpu.family, ITEMSIZE[dtype], D) == (9, 2, 64):
         if mask == "keys":
             return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
         if mask == "varlen" or (_has_tensor(mask) and tokens > 64):
             return DQ_HOPPER  # a sixth to a quarter less
         if mask in DROPPED:
             return DQ_HOPPER_DROPOUT  # a tenth
-    if (gpu.arch, ITEMSIZE[dtype], D, mask) == ("sm_90", 2, 80, "none") and VERSION >= (3, 9):
+    if (gpu.family, ITEMSIZE[dtype], D, mask) == (9, 2, 80, "none") and VERSION >= (3, 9):
         return DQ_SHORT_TAIL  # 7 % less than by tiles that are all checked
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
@@ -321,7 +325,7 @@ def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
             return DQ_MMA_MASKED  # a tenth to a sixth less time, by the model
         return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
-        spills = mask == "keys" or (VERSION >= (3, 9) and gpu.arch == "sm_120")  # 16 to 40
+        spills = mask == "keys" or (VERSION >= (3, 9) and gpu.family == 12)  # 16 to 40
         return DQ_MMA_CROWDED if spills and D > 32 and gpu.arch != "sm_80" else DQ_MMA
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in DROPPED:
         return DQ_MMA_CROWDED
@@ -347,7 +351,7 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
 
 @_prefetching(("all",), sm_80=("none", "causal", "keys", "varlen", "bool", *DROPPED))
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if (gpu.arch, ITEMSIZE[dtype], D) == ("sm_90", 2, 64):
+    if (gpu.family, ITEMSIZE[dtype], D) == (9, 2, 64):
         if mask in ("keys", "varlen", "causal", *DROPPED):
             return DKDV_HOPPER
         if mask in ("bool", "bool+dropout") and tokens > 64 and VERSION < (3, 9):
@@ -363,18 +367,18 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
             return DKDV_MMA_KEYS
     if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV_MASKED
-    if (gpu.arch, mask, ITEMSIZE[dtype]) == ("sm_90", "none", 2) and D <= 64:
+    if (gpu.family, mask, ITEMSIZE[dtype]) == (9, "none", 2) and D <= 64:
         return DKDV_HOPPER
     if D > 128 and ITEMSIZE[dtype] == 2 and not _is_ampere(gpu) and mask not in ("none", "causal"):
         return DKDV[2, 256]  # together they spill 16 bytes at D = 192
-    if (gpu.arch, mask, D, dtype == "fp32") == ("sm_90", "none", 192, False) and VERSION >= (3, 9):
+    if (gpu.family, mask, D, dtype == "fp32") == (9, "none", 192, False) and VERSION >= (3, 9):
         return DKDV[2, 128]  # by one stage 8 bytes
-    keys_on_hopper = (gpu.arch, mask) == ("sm_90", "keys") and D > 64  # wgmma would be serialised
+    keys_on_hopper = (gpu.family, mask) == (9, "keys") and D > 64  # wgmma would be serialised
     if (mask.endswith("dropout") or keys_on_hopper) and ITEMSIZE[dtype] == 2 and D <= 128:
         return DKDV[2, 128]
     if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
         return _row(DKDV_MMA, 2, D)
-    if gpu.arch.startswith("gfx") and 64 < D <= 128 and ITEMSIZE[dtype] == 2:
+    if gpu.is_amd and 64 < D <= 128 and ITEMSIZE[dtype] == 2:
         return DKDV[2, 128]  # the larger tile spills 96 bytes
     return _row(DKDV, 2, D) if ITEMSIZE[dtype] == 2 else _dkdv_fp32(gpu, D, mask)
 
@@ -405,14 +409,14 @@ def _default_one_pass(
     if tokens <= 64:
         return ONE_PASS_NARROW if D <= 32 and _is_ampere(gpu) else ONE_PASS_SHORT
     spills = mask.endswith("dropout") or tokens > 256
-    return ONE_PASS_HOPPER if (gpu.arch, D) == ("sm_90", 64) and not spills else ONE_PASS
+    return ONE_PASS_HOPPER if (gpu.family, D) == (9, 64) and not spills else ONE_PASS
 
 
 def own_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> BwdForm:
     # On sm_90 it spills above 256 with dropout.
-    packed = (gpu.arch, mask) == ("sm_90", "varlen")
+    packed = (gpu.family, mask) == (9, "varlen")
     longest = 320 if packed or (_has_wgmma(gpu) and mask == "none") else 256
-    if _is_ampere(gpu) or (gpu.arch == "sm_90" and D <= 32):
+    if _is_ampere(gpu) or (gpu.family == 9 and D <= 32):
         longest = 64  # dk and dv have D rows, too few for eight warps, which would repeat them
     if (_is_ampere(gpu) or ITEMSIZE[dtype] == 4) and D <= 32 and mask.endswith("dropout"):
         longest = 0  # two warps lack the registers, and four in fp32
@@ -423,16 +427,23 @@ def own_bwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) ->
 
 
 def _library_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> bool:
-    on_cuda = gpu.arch.startswith("sm_") and ITEMSIZE[dtype] == 2 and D <= LIBRARY_MAX_D
+    on_cuda = gpu.family > 0 and ITEMSIZE[dtype] == 2 and D <= LIBRARY_MAX_D
     return mask in ("none", "causal") and (on_cuda or gpu.arch == "cpu")
+
+
+def library_from(gpu: Gpu) -> tuple[float, str]:
+    """The T from which the library's kernels are the default, and why."""
+    if gpu.family == 10:
+        return (0, "no fence, triton #10537") if UNFENCED else LIBRARY_FROM_BLACKWELL
+    return LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
 
 
 def _first_of(library: Any, pingpong: Any, own: Callable[..., Any], fits: Any) -> Any:
     """The library's config where LIBRARY_FROM says so, Gluon's where it fits, else the plain."""
 
     def default(gpu: Gpu, dtype: str, D: int, tokens: int, *others: str) -> Any:
-        first, _ = LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
-        is_ours = (library, gpu.arch, D, others[0]) == (LIBRARY_FWD, "sm_90", 64, "none")
+        first, _ = library_from(gpu)
+        is_ours = (library, gpu.family, D, others[0]) == (LIBRARY_FWD, 9, 64, "none")
         if tokens >= first and not is_ours and _library_fits(gpu, dtype, D, tokens, *others):
             return library
         in_turns = fits(gpu, pingpong, dtype, D, tokens, *others)
@@ -461,11 +472,11 @@ def _tiles_fit(
 
 def _is_ampere(gpu: Gpu) -> bool:
     """Whether its tensor cores are those of sm_80: mma, operands in registers."""
-    return gpu.arch.startswith(("sm_8", "sm_12"))
+    return gpu.family in (8, 12)
 
 
 def _has_wgmma(gpu: Gpu) -> bool:
-    return gpu.arch in ("sm_90", "sm_100")
+    return gpu.family in (9, 10)
 
 
 def _buffers(gpu: Gpu, num_stages: int) -> int:
@@ -475,7 +486,7 @@ def _buffers(gpu: Gpu, num_stages: int) -> int:
 
 def has_turns(gpu: Gpu) -> bool:
     """Whether attention in Gluon runs there."""
-    return gpu.arch == "sm_90" and has_gluon()
+    return gpu.family == 9 and has_gluon()
 
 
 def _takes_turns(
@@ -492,7 +503,7 @@ def _fwd_fits(
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
     if config.route == "gluon":
         return _takes_turns(PINGPONG_FWD_TOKENS, gpu, dtype, D, tokens, mask, heads)
-    if gpu.arch.startswith("gfx"):  # compiled, not tuned: AMD's shared memory follows other rules
+    if gpu.is_amd:  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
         return False  # it spills 16 bytes
@@ -512,7 +523,7 @@ def _fwd_fits(
 def _split_fits(
     gpu: Gpu, config: SplitConfig, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
-    if gpu.arch.startswith("gfx"):
+    if gpu.is_amd:
         defaults = (_default_dq, _default_dkdv)
         return config in [f(gpu, dtype, D, tokens, mask, heads) for f in defaults]
     if config.num_warps == 4 and config.own >= 64 and _has_wgmma(gpu):
@@ -548,7 +559,7 @@ def _one_pass_fits(
     repeats = ITEMSIZE[dtype] == 2 and 16 * config.num_warps > D  # the D rows of dk and dv
     if _is_ampere(gpu) and (repeats or config.heads > 1):  # two heads spill
         return False
-    if config.close and gpu.arch == "sm_90":
+    if config.close and gpu.family == 9:
         return False  # eight warps repeat the products of 64 rows
     if config.tail < config.block_kv and _is_ampere(gpu):
         return False  # a second copy of the body spills 672 bytes a thread on sm_80

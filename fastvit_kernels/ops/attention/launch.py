@@ -21,7 +21,7 @@ from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import VERSION, bind_launch, triton
 from ...runtime.values import bits_must_repeat
-from ..common.gemm import needs_fence
+from ..common.gemm import is_unpipelined, needs_fence
 from . import configs
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
@@ -81,9 +81,12 @@ class Problem(NamedTuple):
         """Whether the last tile of rows that programs own may not be full."""
         return self.mask == "varlen" or T % block != 0
 
+    def stages(self, num_stages: int) -> int:
+        """Those of a config, but one where a loop may not copy ahead."""
+        return 1 if is_unpipelined(self.gpu, self.dtype, self.precision) else num_stages
+
     def flags(self) -> dict[str, Any]:
-        # sm_100: Triton's pipeliner cannot predicate the assembly of tiles.fence_async
-        fence = self.gpu.arch == "sm_90" and needs_fence(self.gpu, self.dtype, self.precision)
+        fence = self.gpu.family == 9 and needs_fence(self.gpu, self.dtype, self.precision)
         return dict(
             D=self.shape[3],
             PRECISION=self.precision,
@@ -130,7 +133,7 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
     block_d0, block_d1 = split_head_dim(D)
     block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
-    if T_q < T_kv and problem.gpu.arch == "sm_90":  # wgmma has 64 rows, and reads keys from memory
+    if T_q < T_kv and problem.gpu.family == 9:  # wgmma has 64 rows, and reads keys from memory
         block_q = min(config.block_q, max(block_q, 64))
     # a smaller tile has rows for fewer warps
     num_warps = max(min(4, config.num_warps), config.num_warps * block_q // config.block_q)
@@ -152,7 +155,7 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
         HEADS=config.heads,
         MASK=problem.kernel_mask(),
         num_warps=num_warps,
-        num_stages=config.num_stages,
+        num_stages=problem.stages(config.num_stages),
         **problem.flags(),
     )
 
@@ -179,7 +182,7 @@ def _split_launch(
         f"BLOCK_{loop}": block_loop,
         f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
         "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_stages": problem.stages(config.num_stages),
         **grads,
     }
     programs = triton.cdiv(T_own, config.own) * B * H
@@ -244,7 +247,7 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
         HEADS=config.heads,
         HAS_DBIAS=problem.dbias,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=problem.stages(config.num_stages),
         **problem.flags(),
     )
     return BwdLaunch(one_pass, ())

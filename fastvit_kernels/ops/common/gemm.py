@@ -24,7 +24,7 @@ from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import is_autocast_on, matmul_precision
 from ...runtime.configs import launch_plan
 from ...runtime.triton import HAS_TRITON, VERSION, bind_launch, tl, triton
-from .gemm_configs import TMA_ARCHS, GemmConfig, gemm_key, triton_tile
+from .gemm_configs import TMA_FAMILIES, GemmConfig, gemm_key, triton_tile
 
 # row blocks that are walked together, so that L2 keeps their columns of b
 GROUP_M = 8
@@ -40,8 +40,20 @@ def needs_fence(gpu: Gpu, dtype: torch.dtype, precision: str) -> bool:
     generic one, and before 3.7.1 Triton puts no fence between (triton #9610, #10537). Exact fp32
     products take no tensor cores.
     """
-    on_tensor_cores = dtype.itemsize == 2 or precision != "ieee"
-    return UNFENCED and on_tensor_cores and gpu.arch in TMA_ARCHS
+    return UNFENCED and gpu.family in TMA_FAMILIES and _is_on_tensor_cores(dtype, precision)
+
+
+def _is_on_tensor_cores(dtype: torch.dtype, precision: str) -> bool:
+    return dtype.itemsize == 2 or precision != "ieee"
+
+
+def is_unpipelined(gpu: Gpu, dtype: torch.dtype, precision: str) -> bool:
+    """Whether a loop may not copy ahead: that of tcgen05, whose pipeliner takes no fence of ours.
+
+    By one stage no cp.async writes what tensor cores read. Triton 3.8 puts a fence before the first
+    product alone: later iterations wait for a copy and multiply (read in PTX by the gate's rule).
+    """
+    return not INTERPRETED and gpu.family == 10 and _is_on_tensor_cores(dtype, precision)
 
 
 def _upcast_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

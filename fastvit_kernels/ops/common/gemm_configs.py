@@ -89,7 +89,7 @@ SHARED_BY_BOTH = (
 # Here tiles come by TMA or the product is the library's. Tensor cores read shared memory through
 # the async proxy, cp.async writes it through the generic one, and before 3.7.1 triton puts no
 # fence between the two (triton #9610, #10537). TMA writes through the async proxy.
-TMA_ARCHS = ("sm_90", "sm_100")
+TMA_FAMILIES = (9, 10)
 
 # Architecture -> the largest K at which a 16-bit product with an epilogue takes the Triton GEMM: it
 # saves one pass over (M, N), which weighs less as K grows. Others: the library. By the model of
@@ -112,7 +112,7 @@ def fwd_config(gpu: Gpu, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConf
 
 def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     """The tile of a product that takes the Triton GEMM."""
-    by_tma = gpu.arch in TMA_ARCHS
+    by_tma = gpu.family in TMA_FAMILIES
     tile = TILE_FP32 if dtype == "fp32" else TILE
     tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
     few = tiles < gpu.num_sms
@@ -122,11 +122,11 @@ def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return TMA_FP32 if by_tma else TILE_FP32
     if few:
         return TMA_SMALL if by_tma else SMALL
-    if gpu.arch.startswith("gfx"):
+    if gpu.is_amd:
         return TILE_64K
     if 0 < N % 128 <= 64:  # a last column of 128 would be half empty
         return TMA_NARROW if by_tma else NARROW
-    many = gpu.arch == "sm_90" and tiles >= MANY_TILES * gpu.num_sms
+    many = gpu.family == 9 and tiles >= MANY_TILES * gpu.num_sms
     if many and N % 256 == 0 and TRITON_MAX_K["sm_90"] < K <= LONG_K:
         return WIDE_TMA
     if gpu.arch == "sm_80":
@@ -138,7 +138,7 @@ def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     tile = triton_tile(gpu, M, N, K, dtype)
     if dtype == "fp32" or (TRITON_MAX_K.get(gpu.arch, 0) < K and tile != WIDE_TMA):
         return LIBRARY
-    if K % TILE.block_k and gpu.arch not in TMA_ARCHS:
+    if K % TILE.block_k and gpu.family not in TMA_FAMILIES:
         return LIBRARY  # the masks of K spill in the persistent tiles
     return IN_ROLES if N > K and _takes_roles(gpu, M, N, K, dtype) else tile
 
@@ -170,15 +170,15 @@ def _library(*_: Any) -> GemmConfig:
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
     itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
     in_roles = config.route == "gluon"
-    if in_roles and (dtype == "fp32" or gpu.arch != "sm_90" or not has_gluon()):
+    if in_roles and (dtype == "fp32" or gpu.family != 9 or not has_gluon()):
         return False
     if config.route == "library" or gpu.arch == "cpu":
         return True
     if not in_roles and (dtype == "fp32") != (config.block_k == 32):
         return False
-    if config.descriptors != (gpu.arch in TMA_ARCHS):
+    if config.descriptors != (gpu.family in TMA_FAMILIES):
         return False
-    if config == TILE_64K and not gpu.arch.startswith("gfx"):
+    if config == TILE_64K and not gpu.is_amd:
         return False
     return config.shared(itemsize) <= gpu.shared_limit
 

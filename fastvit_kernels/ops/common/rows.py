@@ -40,7 +40,7 @@ def _fits(gpu: Gpu, config: NormConfig, block_c: int) -> bool:
 
 
 def _default_bwd(gpu: Gpu, block_c: int) -> NormConfig:
-    spills = gpu.arch == "sm_120" or (VERSION >= (3, 9) and gpu.arch.startswith("sm_8"))
+    spills = gpu.family == 12 or (VERSION >= (3, 9) and gpu.family == 8)
     if spills and block_c == 1024:
         return NormConfig(2, 8)  # by one row 8 bytes where some samples are kept
     return NormConfig(*BWD_ROWS.get(block_c, LARGE_CONFIG))

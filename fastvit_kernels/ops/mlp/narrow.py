@@ -64,15 +64,15 @@ MAX_ELEMENTS, MAX_ELEMENTS_EQUAL = 64, 96
 def _family(gpu: Gpu) -> tuple[NarrowTiles, ...]:
     if gpu.arch == "cpu":
         return ALL
-    if gpu.arch.startswith("gfx"):
+    if gpu.is_amd:
         return MFMA
-    return WGMMA if gpu.arch in ("sm_90", "sm_100") else MMA
+    return WGMMA if gpu.family in (9, 10) else MMA
 
 
 def _fits(gpu: Gpu, tiles: NarrowTiles, C: int, N: int, dtype: str, rows: int) -> bool:
     """Whether nothing spills and shared memory suffices; C and N are padded."""
     block_m, block_f, num_warps, num_stages = tiles
-    is_amd = gpu.arch.startswith("gfx")
+    is_amd = gpu.is_amd
     buffers = num_stages if _family(gpu) is WGMMA else num_stages - 1
     itemsize = DTYPES[dtype].itemsize
     loop = itemsize * (block_m * C + block_m * block_f + buffers * block_f * (C + N))

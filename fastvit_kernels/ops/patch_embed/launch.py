@@ -236,8 +236,8 @@ def patch_embed_bwd_weight(
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
     precision, align = matmul_precision(), _alignment(images.stride(), patch[-1])
     # For a second block on an SM ptxas would spill 8 bytes.
-    fits = {"sm_100": align >= 4, "sm_120": images.itemsize < 4 or VERSION < (3, 9)}
-    spills = not fits.get(gpu(dout.device).arch, True)
+    fits = {10: align >= 4, 12: images.itemsize < 4 or VERSION < (3, 9)}
+    spills = not fits.get(gpu(dout.device).family, True)
     launch = bind_launch(
         kernels._patch_embed_bwd_weight_kernel,
         (tiles, splits),
