@@ -243,6 +243,12 @@ def is_aligned(x: Tensor) -> bool:
     return address % 16 == 0
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy, contiguous from a multiple of 16 bytes on: what TMA and 16-byte copies read."""
+    x = x.contiguous()
+    return x if is_aligned(x) else x.clone()
+
+
 @functools.lru_cache(maxsize=1024)
 def row_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """The row stride of x.reshape(-1, C) if that is a view of whole rows, else None."""

@@ -100,7 +100,7 @@ def attention_bwd(
             dqkv.unbind(2),
             readable(dout),
             qkv.unbind(2),
-            out.contiguous(),
+            out,
             lse,
             None,
             seed,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import empty, empty_strided, is_aligned
+from ...runtime.arguments import aligned, empty, empty_strided, is_aligned
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import matmul_precision
 from ...runtime.configs import Key, launch_plan
@@ -434,11 +434,12 @@ def bwd_flops(dout: Any) -> int:
 def padded_rows(lse: Tensor) -> Tensor:
     """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
     if lse.ndim == 2:  # of packed sequences
-        return lse.contiguous()
+        return aligned(lse)
     B, H, T = lse.shape
     length = -(-T // ROW_PAD) * ROW_PAD
     end = 4 * (lse.storage_offset() + B * H * length)
-    if lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end:
+    is_padded = lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end
+    if is_padded and is_aligned(lse):
         return lse
     return F.pad(lse.contiguous(), (0, length - T), value=float("inf"))
 
@@ -550,10 +551,11 @@ def launch_bwd(
     grads: None: contiguous ones are allocated.
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
-    qkv, mask, packing: as for `launch_fwd`.
+    qkv, mask, packing: as for `launch_fwd`; out and lse as it left them, in any layout.
     packed: dqkv and qkv, whose views they are.
     """
     q, k, v = qkv
+    out = aligned(out)  # a hook on saved tensors may have brought back any layout
     shape, T_kv, cu_seqlens = q.shape, k.shape[1], None
     strides = tuple(x.stride() for x in (dout, q, k, v))
     if packing is not None:

@@ -82,7 +82,7 @@ def masked_attention_bwd(
         return dqkv, dmask.zero_()
     dout, heads = readable(dout), readable(qkv).unbind(2)
     _, delta = launch_bwd(
-        dqkv.unbind(2), dout, heads, out.contiguous(), lse, mask, seed, scale, dropout_p, False
+        dqkv.unbind(2), dout, heads, out, lse, mask, seed, scale, dropout_p, False
     )
     if needs_dmask:
         assert delta is not None

@@ -100,7 +100,7 @@ def attention_and_bias_bwd(
         dqkv.unbind(2),
         dout,
         qkv.unbind(2),
-        out.contiguous(),
+        out,
         lse,
         None,
         seed,

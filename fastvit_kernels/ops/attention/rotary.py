@@ -191,7 +191,7 @@ def rope_attention_bwd(
         (dq, dk, dv),
         readable(dout),
         (turned_q, turned_k, v),
-        out.contiguous(),
+        out,
         lse,
         None,
         seed,

@@ -95,7 +95,7 @@ def _gradients(
             None,
             dout,
             heads,
-            out.transpose(1, 2).contiguous(),
+            out.transpose(1, 2),
             lse,
             mask,
             seed,

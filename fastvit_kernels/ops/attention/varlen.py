@@ -156,7 +156,7 @@ def varlen_attention_bwd(
             dqkv.unsqueeze(0).unbind(2),
             dout,
             heads.unbind(2),
-            out.contiguous().unsqueeze(0),
+            out.unsqueeze(0),
             lse,
             None,
             seed,

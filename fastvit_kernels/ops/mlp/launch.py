@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import empty_gradients, is_aligned
+from ...runtime.arguments import aligned, empty_gradients
 from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ...runtime.triton import triton
@@ -53,7 +53,7 @@ def _hidden_gradient(
     partial = torch.empty((rows, F if sum_dz else 0), dtype=torch.float32, device=z.device)
     if in_roles:
         sums = partial if sum_dz else None
-        z = z if is_aligned(z) else z.clone()  # it comes by TMA
+        z = aligned(z)  # it comes by TMA
         launch_in_roles(
             plan, dz, act, sums, a, b, z, None, None, None, F, 1, activation, hidden=True
         )
