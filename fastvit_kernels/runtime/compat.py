@@ -292,6 +292,33 @@ torch_sdpa: Callable[..., Tensor] = _find(
     "torch:_C._nn.scaled_dot_product_attention", gone=F.scaled_dot_product_attention
 )
 
+# The same by its formula, whose backward keeps the probabilities. Gone: as F does it.
+_formula = _find("torch:ops.aten._scaled_dot_product_attention_math.default", gone=None)
+
+
+def torch_sdpa_with(
+    mask: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's own attention beside a mask; by its formula where it has a gradient and the mask is
+    added.
+
+    torch's fused backwards rebuild p from lse = m + log l, where a finite mask that hides all keys
+    of a row makes m so large that log l is lost: gradients many times too large, without a word.
+    """
+    tensors = (query, key, value, mask)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if mask.dtype is torch.bool or query.is_nested or not has_gradient or _formula is None:
+        return torch_sdpa(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _formula(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
 # torch's precision of a backend's fp32 operations, by whichever switch it was set. Gone: the public
 # attribute, which reads the same. torch.get_float32_matmul_precision() and allow_tf32 raise once
 # the switches named fp32_precision disagree with the older ones (pytorch #189955).

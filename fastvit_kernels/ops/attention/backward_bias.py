@@ -24,9 +24,9 @@ from ..common.gemm import TMA_FAMILIES
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
 from .launch import Problem, dropout_arguments, mask_kind, mask_layout, mask_strides, padded_rows
-from .samples import Sample, head_rows, row_ptr
+from .samples import Sample, head_rows, lse_ptr_of, row_ptr
 from .tiles import (
-    HIDDEN,
+    LOG2_E,
     Dropout,
     Heads,
     KernelConstants,
@@ -35,6 +35,8 @@ from .tiles import (
     fence_async,
     keeps_invariants,
     load_head,
+    load_lse,
+    mask_in_log2,
     padded,
     probabilities,
     product_over_d,
@@ -56,15 +58,13 @@ class BiasConfig(NamedTuple):
 
 @triton.jit
 def _added_tile(ptr, start_q, start_kv, stride_q, stride_kv, scores, shape: tl.constexpr):
-    """The bias in unscaled scores, as `mask_scores` adds it; -inf where there is no key."""
+    """The bias in log2 units, as `mask_scores` adds it; -inf where there is no key."""
     q_index = (start_q + tl.arange(0, shape[0]))[:, None]
     kv_index = (start_kv + tl.arange(0, shape[1]))[None, :]
     ptrs = ptr + (q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_kv)
     seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
     bias = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
-    finite = tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)
-    hidden = (bias == float("-inf")) | (kv_index >= scores.T_kv)
-    return tl.where(hidden, float("-inf"), finite)
+    return tl.where(kv_index < scores.T_kv, mask_in_log2(bias), float("-inf"))
 
 
 @triton.jit(**ANY_BATCH)
@@ -156,13 +156,13 @@ def _attention_bwd_bias_kernel(
         k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
         do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
         v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
-        rows, there = row_ptr(lse_ptr, sample) + offs_q, offs_q < padded(T_q)
-        lse = tl.load(rows, mask=there, other=float("inf"))  # which makes p exactly 0
+        lse = load_lse(lse_ptr_of(lse_ptr, sample, FORM), start_q, T_q, FORM, BLOCK_Q, True)
+        there = offs_q < padded(T_q)
         delta = tl.load(row_ptr(delta_ptr, sample) + offs_q, mask=there, other=0.0)
         fence_async(scores, FORM)
-        s = product_over_d(q, k, FORM) + added
+        s = product_over_d(q, k, FORM) * (scale * LOG2_E) + added
         dp = product_over_d(do, v, FORM)
-        p = probabilities(s, lse[:, None], scores, FORM)
+        p = probabilities(s, lse, scores, FORM, True)
         if HAS_DROPOUT:
             drawn = Scores(T_q, T_kv, scale, (), dropout, b * H + h)
             keep = dropout_keep(drawn, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)

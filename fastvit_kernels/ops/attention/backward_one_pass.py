@@ -81,8 +81,8 @@ def _one_pass_part(dq, part, k, v, start_kv, scores, FORM: tl.constexpr, CHECK_K
     p, ds = softmax_grad(
         s,
         dp,
-        part.lse[:, None],
-        part.delta[:, None],
+        part.lse,
+        part.delta,
         part.start_q,
         start_kv,
         scores,

@@ -17,6 +17,7 @@ from .samples import (
     Packing,
     head_rows,
     kept_rows,
+    lse_ptr_of,
     next_tile,
     packed_rows,
     row_ptr,
@@ -35,6 +36,7 @@ from .tiles import (
     full_tiles,
     keeps_invariants,
     load_head,
+    load_lse,
     padded,
     product_over_d,
     scaled_head,
@@ -82,9 +84,7 @@ def _dq_step(
     fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
     dp = product_over_d(do, v, FORM)
-    _, ds = softmax_grad(
-        s, dp, lse[:, None], delta[:, None], start_q, start_kv, scores, FORM, CHECK_KV, True
-    )
+    _, ds = softmax_grad(s, dp, lse, delta, start_q, start_kv, scores, FORM, CHECK_KV, True)
     return accumulate(dq, ds.to(k[0].dtype), k, FORM)
 
 
@@ -112,7 +112,7 @@ def _dq_query_tile(
     out = load_head(out_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
     delta = _row_dot(out, do, FORM)
     tl.store(delta_ptr + offs_q, delta, mask=offs_q < padded(T_q))
-    lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
+    lse = load_lse(lse_ptr, start_q, T_q, FORM, BLOCK_Q, True)
     dq = zeros_head(FORM, BLOCK_Q)
 
     if FORM.MASK == "keys":
@@ -254,7 +254,7 @@ def _attention_bwd_dq_kernel(
     k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
     v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
     delta_ptr = row_ptr(delta_ptr, sample)
-    lse_ptr = row_ptr(lse_ptr, sample)
+    lse_ptr = lse_ptr_of(lse_ptr, sample, FORM)
     WALK: tl.constexpr = Walk(BLOCK_KV, TAIL_KV)
     start_q = pid_q * BLOCK_Q
     if not VARLEN or start_q < scores.T_q:
@@ -299,20 +299,17 @@ def _dkdv_step(
     offs_q = start_q + tl.arange(0, BLOCK_Q)
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
     do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
-    if CHECK_Q:  # lse +inf makes p of a query that is not there exactly 0
-        lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
+    lse = load_lse(lse_ptr, start_q, T_q, FORM, BLOCK_Q, CHECK_Q)
+    if CHECK_Q:
         delta = tl.load(delta_ptr + offs_q, mask=offs_q < padded(T_q), other=0.0)
     else:
-        lse = tl.load(lse_ptr + offs_q)
         delta = tl.load(delta_ptr + offs_q)
     fence_async(scores, FORM)
     s_t = product_over_d(k, q, FORM)
     dp_t = product_over_d(v, do, FORM)
     # Keys that are not there fill rows of s_t that nobody stores, those that a "keys" mask hides
     # such as end as zeros: no check of theirs is needed.
-    p_t, ds_t = softmax_grad(
-        s_t, dp_t, lse[None, :], delta[None, :], start_q, start_kv, scores, FORM, False, False
-    )
+    p_t, ds_t = softmax_grad(s_t, dp_t, lse, delta, start_q, start_kv, scores, FORM, False, False)
     if GRADS != "dk":
         dv = accumulate(dv, p_t.to(do[0].dtype), do, FORM)
     if GRADS != "dv":
@@ -477,7 +474,7 @@ def _attention_bwd_dkdv_kernel(
     q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), sample)
     k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
     v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
-    lse_ptr = row_ptr(lse_ptr, sample)
+    lse_ptr = lse_ptr_of(lse_ptr, sample, FORM)
     delta_ptr = row_ptr(delta_ptr, sample)
     WALK: tl.constexpr = Walk(BLOCK_Q, TAIL_Q)
     start_kv = pid_kv * BLOCK_KV

@@ -11,9 +11,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import ANY_BATCH, tl, triton
-from .samples import Packing, head_rows, next_tile, packed_rows, row_ptr, sample_of, shown_tiles
+from .samples import (
+    Packing,
+    head_rows,
+    lse_ptr_of,
+    next_tile,
+    packed_rows,
+    sample_of,
+    shown_tiles,
+)
 from .tiles import (
-    LOG2_E,
     Dropout,
     Heads,
     KernelConstants,
@@ -25,12 +32,12 @@ from .tiles import (
     full_tiles,
     keeps_invariants,
     load_head,
+    log2_scale,
     mask_scores,
-    padded,
     product_over_d,
-    save_lse,
     scaled_head,
     store_head,
+    store_lse,
     zeros_head,
 )
 
@@ -69,7 +76,7 @@ def _attend(
     q_index = (start_q + tl.arange(0, BLOCK_Q))[:, None]
     kv_index = (start_kv + tl.arange(0, BLOCK_KV))[None, :]
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
-    scale_log2 = scores.scale * LOG2_E
+    scale_log2 = log2_scale(scores, FORM)
     new_max = tl.maximum(row_max, tl.max(s, axis=1) * scale_log2)
     shift = new_max
     if FORM.MASK != "none":  # a row may have seen no key yet, and -inf - -inf is NaN
@@ -115,11 +122,10 @@ def _fwd_tile(
 ):
     T_q, T_kv = scores.T_q, scores.T_kv
     out_rows = packed_rows(out_ptr, H * FORM.D, sample.first_q, sample, FORM.D)
-    lse_ptr = row_ptr(lse_ptr, sample)
+    lse_ptr = lse_ptr_of(lse_ptr, sample, FORM)
     q_rows, k_rows, v_rows = head_rows(q, sample), head_rows(k, sample), head_rows(v, sample)
     BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
     start_q = pid_q * BLOCK_Q
-    offs_q = start_q + tl.arange(0, BLOCK_Q)
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
     acc = zeros_head(FORM, BLOCK_Q)
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
@@ -203,8 +209,7 @@ def _fwd_tile(
                 False,
             )
 
-    lse = tl.where(offs_q < T_q, save_lse(row_max, row_sum, scores, FORM), float("inf"))
-    tl.store(lse_ptr + offs_q, lse, mask=offs_q < padded(T_q))
+    store_lse(lse_ptr, row_max, row_sum, start_q, T_q, FORM, BLOCK_Q)
     factor = 1.0 / row_sum
     if FORM.MASK != "none":  # a row that sees no key
         factor = tl.where(row_sum == 0.0, 0.0, factor)

@@ -26,7 +26,7 @@ from ...runtime.arguments import (
     check_tensor,
     needs_gradient,
 )
-from ...runtime.compat import torch_sdpa
+from ...runtime.compat import torch_sdpa, torch_sdpa_with
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Route, differentiable, operator
 from .configs import MAX_D
@@ -61,10 +61,10 @@ def attention_ref(
     mask = as_four_axes(attn_mask)
     mask = mask if mask.dtype is torch.bool else mask.to(qkv.dtype)
     if mask.shape[0] in (1, q.shape[0]):  # len() would fix the sizes of an export
-        out = torch_sdpa(q, k, v, mask, dropout_p, scale=scale)
+        out = torch_sdpa_with(mask, q, k, v, dropout_p, scale=scale)
     else:
         q, k, v = (x.unflatten(0, (-1, len(mask))) for x in (q, k, v))
-        out = torch_sdpa(q, k, v, mask, dropout_p, scale=scale).flatten(0, 1)
+        out = torch_sdpa_with(mask, q, k, v, dropout_p, scale=scale).flatten(0, 1)
     return out.transpose(1, 2)
 
 
@@ -230,7 +230,7 @@ def attention(
     Precision: scores, softmax and accumulators fp32; P is cast to qkv.dtype before P V.
     Route: from T = 2048 on a table may say the library's kernels, whose gradients repeat their bits
         only under torch.use_deterministic_algorithms(True).
-    Saved: qkv, attn_mask, out, lse (B, H, T) fp32, log2 units.
+    Saved: qkv, attn_mask, out, lse (B, H, T) fp32, log2 units; (B, 2 H, T) beside an additive mask.
     Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.
     Source: arXiv:2307.08691. Specification: attention_ref. Derivation: docs/attention.md.
     """

@@ -392,13 +392,21 @@ def bwd_call(
     )
 
 
-def empty_rows(q: Tensor, packing: Packing | None = None) -> Tensor:
+def empty_lse(q: Tensor, mask: Tensor | None) -> Tensor:
+    """As `empty_rows`; beside an additive mask (B, 2 H, T), log2 of a head's sums before its
+    maxima: lse, their sum, would lose the one where a mask makes the other large."""
+    is_added = mask is not None and mask.dtype is not torch.bool
+    return empty_rows(q, rows_per_head=2 if is_added else 1)
+
+
+def empty_rows(q: Tensor, packing: Packing | None = None, rows_per_head: int = 1) -> Tensor:
     """One fp32 number a query of q (B, T, H, D): (B, H, T), each row padded to 16 bytes.
 
     Of packed sequences (H, length): that of b begins at 4 (cu_seqlens[b] // 4 + b), so that each
     is padded too and none needs to know another's length.
     """
     B, T, H, _ = q.shape
+    H *= rows_per_head
     if packing is not None:
         length = (T // ROW_PAD + packing.cu_seqlens.shape[0] - 1) * ROW_PAD
         return torch.empty((H, length), dtype=torch.float32, device=q.device)
@@ -454,7 +462,7 @@ def launch_fwd(
     packing: Packing | None = None,
     packed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, D) and lse (`empty_rows`), by our kernel or by the library's.
+    """out (B, T, H, D) and lse (`empty_lse`), by our kernel or by the library's.
 
     qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
     mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
@@ -480,11 +488,12 @@ def launch_fwd(
         return out, lse
     if not q.numel():
         out = q.new_empty(q.shape)
-        return out, empty_rows(out)
+        return out, empty_lse(out, mask)
     layout = None
+    added = mask
     if mask is not None:
         layout = mask.dtype, mask.shape, mask.stride()
-        mask = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
+        added = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
     layouts = (
         device,
         q.dtype,
@@ -505,11 +514,11 @@ def launch_fwd(
         call = fwd_call(*layouts, own=True)
         assert call.launch is not None
     out = q.new_empty(q.shape)
-    lse = empty_rows(out)
+    lse = empty_lse(out, mask)
     if call.of_qkv:
         call.launch(out, lse, packed)
     else:
-        call.launch(out, lse, q, k, v, mask, seed, None)
+        call.launch(out, lse, q, k, v, added, seed, None)
     return out, lse
 
 

@@ -14,7 +14,15 @@ from torch import Tensor
 from ...runtime.arguments import check_device, check_tensor
 from ...runtime.operator import operator
 from .backward_bias import launch_bias_grad
-from .launch import empty_dqkv, empty_outputs, fwd_flops, launch_bwd, launch_fwd, readable
+from .launch import (
+    empty_dqkv,
+    empty_lse,
+    empty_outputs,
+    fwd_flops,
+    launch_bwd,
+    launch_fwd,
+    readable,
+)
 
 
 def as_four_axes(mask: Tensor) -> Tensor:
@@ -48,11 +56,16 @@ def unsupported_mask(mask: Tensor | None) -> str | None:
     return None
 
 
-@operator(fake=empty_outputs, flops=fwd_flops)
+def _empty_masked_fwd(qkv: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    out, _ = empty_outputs(qkv)
+    return out, empty_lse(out, mask)
+
+
+@operator(fake=_empty_masked_fwd, flops=fwd_flops)
 def masked_attention_fwd(
     qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (B, H, T) fp32."""
+    """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (`empty_lse`)."""
     return launch_fwd(readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
 
 

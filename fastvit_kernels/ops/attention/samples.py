@@ -89,8 +89,17 @@ def packed_rows(ptr, stride_t, first, sample, D: tl.constexpr):
 
 @triton.jit
 def row_ptr(ptr, sample):
-    """The head's row of lse or delta."""
+    """The head's row of delta, or of lse without an additive mask."""
     return ptr + tl.multiple_of(sample.row, 4)
+
+
+@triton.jit
+def lse_ptr_of(ptr, sample, FORM: tl.constexpr):
+    """The head's row of lse, the first of two beside an additive mask."""
+    if FORM.MASK == "add":
+        return ptr + tl.multiple_of(2 * sample.row, 4)
+    else:
+        return row_ptr(ptr, sample)
 
 
 @triton.jit

@@ -22,13 +22,13 @@ from ...runtime.arguments import (
     check_probability,
     needs_gradient,
 )
-from ...runtime.compat import torch_sdpa
+from ...runtime.compat import torch_sdpa, torch_sdpa_with
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Route, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, unsupported_scale
-from .launch import empty_rows, launch_bwd, launch_fwd, readable
+from .launch import empty_lse, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
 
@@ -38,9 +38,9 @@ def _tokens_first(x: Tensor) -> Tensor:
     return x.new_empty((B, T, H, D))
 
 
-def _empty_fwd(q: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_fwd(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     out = _tokens_first(q)
-    return out.transpose(1, 2), empty_rows(out)
+    return out.transpose(1, 2), empty_lse(out, mask)
 
 
 def _flops_fwd(q, k):
@@ -375,9 +375,10 @@ def scaled_dot_product_attention(
         scale = float(scale)  # torch takes one too
     spec = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if spec.route is None:
-        return torch_sdpa(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None:
+            return torch_sdpa(query, key, value, None, dropout_p, **options)
+        return torch_sdpa_with(attn_mask, query, key, value, dropout_p, **options)
     q, k, v = query, key, value
     if not q.dtype == k.dtype == v.dtype == spec.dtype:
         q, k, v = q.to(spec.dtype), k.to(spec.dtype), v.to(spec.dtype)

@@ -18,8 +18,7 @@ LOG2_E = constant(1.4426950408889634)
 PHILOX_ROUNDS = constant(7)
 # Rows of lse and delta are padded to 16 bytes, one copy; lse +inf there makes p exactly 0.
 ROW_PAD = constant(4)
-HIDDEN = constant(1e30)  # additive masks reach from -HIDDEN to HIDDEN, in unscaled scores
-ALL_HIDDEN = constant(1e32)  # lse is minus this times the number of keys: `save_lse`
+FARTHEST = constant(2e38)  # additive masks reach from minus this to this, which is finite in log2
 
 
 class KernelConstants(NamedTuple):
@@ -276,7 +275,8 @@ def accumulate(acc, p, x, FORM: tl.constexpr):
 
 @triton.jit
 def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.constexpr):
-    """Unscaled scores with -inf where a key may not be seen, and the additive mask / scale.
+    """Unscaled scores with -inf where a key may not be seen. Beside an additive mask they are in
+    log2 units (`log2_scale`): product and mask are rounded once, as their sum.
 
     q_index and kv_index are shaped to broadcast over s in either orientation.
     """
@@ -294,9 +294,7 @@ def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.c
             s = tl.where(tl.load(ptrs, mask=seen, other=0) != 0, s, float("-inf"))
         else:
             bias = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
-            # finfo.min / scale would be -inf: what is finite stays so, and swallows the score
-            finite = tl.minimum(tl.maximum(bias / scores.scale, -HIDDEN), HIDDEN)
-            s = tl.where(bias == float("-inf"), bias, s + finite)
+            s = s * (scores.scale * LOG2_E) + mask_in_log2(bias)
     if CHECK_KV and FORM.MASK != "keys":
         s = tl.where(kv_index < scores.T_kv, s, float("-inf"))
     if FORM.IS_CAUSAL:
@@ -305,32 +303,78 @@ def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.c
 
 
 @triton.jit
-def save_lse(row_max, row_sum, scores, FORM: tl.constexpr):
-    """lse = log2 sum exp of each row, as backward takes it (`probabilities`).
-
-    A row that sees no key gets +inf, which makes its p 0. Where an additive mask hides all keys by
-    a finite number, all weigh the same, and row_max would swallow log2(row_sum): row_sum is saved.
-    """
-    lse = row_max + tl.log2(row_sum)
-    if FORM.MASK != "none":
-        lse = tl.where(row_sum == 0.0, float("inf"), lse)
-    if FORM.MASK == "add":
-        hidden = row_max < -0.5 * HIDDEN * (scores.scale * LOG2_E)
-        lse = tl.where(hidden & (row_sum > 0.0), -ALL_HIDDEN * row_sum, lse)
-    return lse
+def mask_in_log2(bias):
+    """An additive mask in log2 units. What is finite stays so, and swallows the score."""
+    finite = tl.minimum(tl.maximum(bias, -FARTHEST), FARTHEST)
+    return tl.where(bias == float("-inf"), bias, finite * LOG2_E)
 
 
 @triton.jit
-def probabilities(s, lse, scores, FORM: tl.constexpr):
-    """p = exp2(s - lse) of masked scores; lse is shaped to broadcast over s."""
-    scale_log2 = scores.scale * LOG2_E
+def log2_scale(scores, FORM: tl.constexpr):
+    """What makes log2 units of masked scores, which an additive mask has done before it was added:
+    product and maximum of far scores would be rounded apart, where one is fused and one is not."""
     if FORM.MASK == "add":
-        hidden = lse < -0.5 * ALL_HIDDEN
-        shared = tl.where(hidden, -ALL_HIDDEN / lse, 0.0)
-        p = tl.where(hidden, shared, tl.exp2(s * scale_log2 - lse))
-        return tl.where(s == float("-inf"), 0.0, p)
+        return 1.0
     else:
-        return tl.exp2(s * scale_log2 - lse)
+        return scores.scale * LOG2_E
+
+
+@triton.jit
+def store_lse(lse_ptr, row_max, row_sum, start_q, T_q, FORM: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """lse = log2 sum exp of each row, as backward takes it (`probabilities`).
+
+    A row that sees no key gets +inf, which makes its p 0. Beside an additive mask a large row_max
+    would swallow log2(row_sum): each has a row of its own.
+    """
+    offs_q = start_q + tl.arange(0, BLOCK_Q)
+    is_row = offs_q < padded(T_q)
+    lse = tl.log2(row_sum)
+    if FORM.MASK == "add":
+        row_max = tl.where((row_sum == 0.0) | (offs_q >= T_q), 0.0, row_max)
+        tl.store(lse_ptr + padded(T_q) + offs_q, row_max, mask=is_row)
+    else:
+        lse += row_max
+    if FORM.MASK != "none":
+        lse = tl.where(row_sum == 0.0, float("inf"), lse)
+    tl.store(lse_ptr + offs_q, tl.where(offs_q < T_q, lse, float("inf")), mask=is_row)
+
+
+@triton.jit
+def load_lse(lse_ptr, start_q, T_q, FORM: tl.constexpr, BLOCK_Q: tl.constexpr, CHECK: tl.constexpr):
+    """What `store_lse` wrote: lse, or beside an additive mask (log2 of the sum, maximum).
+
+    +inf makes p of a query that is not there exactly 0.
+    """
+    offs_q = start_q + tl.arange(0, BLOCK_Q)
+    if CHECK:
+        lse = tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=float("inf"))
+    else:
+        lse = tl.load(lse_ptr + offs_q)
+    if FORM.MASK == "add":
+        lse_ptr += padded(T_q)
+        if CHECK:
+            return lse, tl.load(lse_ptr + offs_q, mask=offs_q < padded(T_q), other=0.0)
+        else:
+            return lse, tl.load(lse_ptr + offs_q)
+    else:
+        return lse
+
+
+@triton.jit
+def probabilities(s, lse, scores, FORM: tl.constexpr, Q_FIRST: tl.constexpr):
+    """p = exp2(s - lse) of masked scores, queries by rows where Q_FIRST, else by columns."""
+    if FORM.MASK == "add":
+        return tl.exp2(s - _of_queries(lse[1], Q_FIRST) - _of_queries(lse[0], Q_FIRST))
+    else:
+        return tl.exp2(s * log2_scale(scores, FORM) - _of_queries(lse, Q_FIRST))
+
+
+@triton.jit
+def _of_queries(x, Q_FIRST: tl.constexpr):
+    if Q_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
 
 
 @triton.jit
@@ -392,7 +436,8 @@ def softmax_grad(
     CHECK_KV: tl.constexpr,
     Q_FIRST: tl.constexpr,
 ):
-    """p (as it met v, so after dropout) and ds = p (dp - delta), in the orientation of s."""
+    """p (as it met v, so after dropout) and ds = p (dp - delta), in the orientation of s. lse as by
+    `load_lse`, delta a number a query."""
     ROWS: tl.constexpr = s.shape[0]
     COLUMNS: tl.constexpr = s.shape[1]
     if Q_FIRST:
@@ -406,7 +451,8 @@ def softmax_grad(
     else:
         q_index, kv_index = columns, rows
     s = mask_scores(s, q_index, kv_index, scores, FORM, CHECK_KV)
-    p = probabilities(s, lse, scores, FORM)
+    p = probabilities(s, lse, scores, FORM, Q_FIRST)
+    delta = _of_queries(delta, Q_FIRST)
     if FORM.HAS_DROPOUT:
         keep = dropout_keep(scores, start_row, start_column, ROWS, COLUMNS, Q_FIRST)
         dp = tl.where(keep, dp * scores.dropout.keep_scale, 0.0)
