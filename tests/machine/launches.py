@@ -7,6 +7,7 @@ compiled, so that the gate can leave out what passed before.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import io
 import math
@@ -159,18 +160,29 @@ def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | 
 
 
 @cache
+def code_of(text: str) -> str:
+    """What Python makes of it: equal however it is laid out and commented."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        has_body = isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
+        if has_body and ast.get_docstring(node):
+            del node.body[0]
+    return ast.dump(tree)
+
+
+@cache
 def sources(function: Any) -> str:
-    """The texts of a Triton function and of all that it calls, with the values that they read.
+    """The code of a Triton function and of all that it calls, with the values that they read.
 
     Its `cache_key` has its line in the file besides, which moves with every edit above it.
     """
-    constant, found = triton.language.constexpr, {function: function.src}
+    constant, found = triton.language.constexpr, {function: code_of(function.src)}
     for caller in (waiting := [function]):  # grows as we go
         known = caller.fn.__globals__
         for name in filter(known.__contains__, caller.fn.__code__.co_names):
             value = known[name]
             if hasattr(value, "src") and value not in found:
-                found[value] = value.src
+                found[value] = code_of(value.src)
                 waiting.append(value)
             elif isinstance(value, constant) or not (callable(value) or type(value) is ModuleType):
                 found[name] = f"{name}={value!r}"

@@ -272,6 +272,8 @@ def test_a_digest_names_everything_that_changes_the_code(tmp_path):
 
     same = digest(DIGEST_OF)
     assert digest(f"# a line above\n\n{DIGEST_OF}") == same
+    laid_out = '    """Twice x."""\n    return add(\n        x\n    )  # a comment'
+    assert digest(DIGEST_OF.replace("    return add(x)", laid_out)) == same
     edits = (
         (": tl.constexpr = 2", " = tl.constexpr(3)"),
         ("x * TWO", "TWO * x"),

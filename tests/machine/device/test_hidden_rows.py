@@ -1,5 +1,5 @@
 """Rows that a finite additive mask hides, by compiled code: it fuses products with the sums after
-them, which the interpreter does not, and far scores are then rounded otherwise than their maximum."""
+them, which the interpreter does not, and so rounds far scores otherwise than their maximum."""
 
 import pytest
 
