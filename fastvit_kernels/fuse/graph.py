@@ -323,12 +323,14 @@ class Graph:
         before = len(self.made)
         try:
             yield
-        except Decline:
+        except Exception as error:
             for n in reversed(self.made[before:]):
                 if not n._erased and not n.users:
                     self.graph.erase_node(n)
             del self.made[before:]
-            raise
+            if isinstance(error, Decline):
+                raise
+            raise Decline(f"an op refused its arguments ({type(error).__name__})") from error
 
     def readers(self, n: Node) -> list[Node]:
         return sorted(n.users, key=self.order.__getitem__)

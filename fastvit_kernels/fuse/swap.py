@@ -357,9 +357,7 @@ def swap_in(
     if mode is not None and compiler != "inductor":
         raise ValueError(f"swap_in: mode={mode!r} is Inductor's: give compiler='inductor' too")
     if memory == "low" and compiler == "inductor":
-        raise ValueError(
-            "swap_in: memory='low' is for compiler='eager' alone"
-        )
+        raise ValueError("swap_in: memory='low' is for compiler='eager' alone")
     select.check_untouched(model, regional)
     chosen, left_out = select.select(model, only, skip, regional)
     if not chosen or not any(p.requires_grad or p.numel() for p in model.parameters()):
