@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from .dynamo import guard_hooks, module_path
 from .graph import Decline, Graph
 from .normalise import bodies, forget_fakes, is_checkpoint, keep_sources, normalised
-from .options import PAIRS, drop_path_skip, memory_low
+from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .rules.epilogue import BRANCHES
@@ -123,7 +123,8 @@ def rewrite_body(
     for rule in RULES:
         g.apply(rule.apply, rule.roots)
     if options.drop_path == "skip":
-        g.apply(drop_path_skip, BRANCHES)
+        is_run = options.compiler == "eager"
+        g.apply(drop_path_skip_of_any_batch if is_run else drop_path_skip, BRANCHES)
     # a checkpoint keeps nothing of its body
     if options.memory == "low" and is_whole:
         g.apply(memory_low, PAIRS)

@@ -13,16 +13,18 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
 import fastvit_kernels as fk
 
+from ..ops.common.samples import num_kept
 from ..ops.recomputed_norm import recomputed_norm
 from ..ops.recomputed_sum import recomputed_sum
 from .graph import Graph, need
 from .rules.handover import is_read_by_products
-from .views import ORDER_KEEPING, bound, eq, is_number, is_tensor, op, shape, val
+from .views import ORDER_KEEPING, bound, eq, filled, hint, is_number, is_tensor, op, shape, val
 
 PAIRS = ("fk.layer_norm_and_input", "fk.rms_norm_and_input")
 
@@ -95,7 +97,22 @@ BY_SAMPLE = set(
 )
 
 
+def keep_samples(x: Tensor, rate: float) -> Tensor:
+    """`fk.keep_samples` of the batch of x; of a fake x of any batch, as many as its hint tells."""
+    B = x.shape[0]
+    if isinstance(B, int):
+        return fk.keep_samples(B, rate, device=x.device)
+    return torch.empty(num_kept(hint(B), rate) + B, dtype=torch.int64, device=x.device)
+
+
 def drop_path_skip(g: Graph, n: Node) -> None:
+    """What a compiler may see: it is to make no kernels for one number of kept samples."""
+    rows = n.kwargs.get("row_scale")
+    need(isinstance(rows, Node) and isinstance(shape(rows)[0], int), "a dynamic batch")
+    drop_path_skip_of_any_batch(g, n)
+
+
+def drop_path_skip_of_any_batch(g: Graph, n: Node) -> None:
     """pair -> branch -> n(..., residual=, row_scale=), for the samples that are kept."""
     rows, residual = n.kwargs.get("row_scale"), n.kwargs.get("residual")
     need(isinstance(rows, Node) and isinstance(residual, Node), "no stochastic depth")
@@ -106,10 +123,9 @@ def drop_path_skip(g: Graph, n: Node) -> None:
     need(g.only_reader(residual) is n and "samples" not in pair.kwargs, "a residual read twice")
     nodes = (pair, y, residual, *inner, *drawing)
     need(all(m.meta["region"] == n.meta["region"] for m in nodes), "another region")
-    x = val(pair.args[0])
-    B = x.shape[0]
-    need(isinstance(B, int) and B > 0 and x.ndim >= 3, "a dynamic number of samples")
-    samples = g.emit(pair, fk.keep_samples, B, rate, device=x.device)
+    x = pair.args[0]
+    need(filled(x) and val(x).ndim >= 3, "no samples")
+    samples = g.emit(pair, keep_samples, x, rate)
     both = g.emit(pair, pair.target, *pair.args, **pair.kwargs, samples=samples)
     at, same = (g.emit(pair, operator.getitem, both, i) for i in (0, 1))
     for m in inner:

@@ -214,6 +214,15 @@ def test_skip_keeps_a_fixed_count_and_scales_it(draw):
     torch.testing.assert_close(y[kept], x[kept] + scale * branch[kept], rtol=1e-4, atol=1e-4)
 
 
+def test_skip_of_any_batch():
+    module = Deep(timms)
+    call = compiled(module, drop_path="skip")
+    for batch in (4, 6, 10):  # the second call makes a graph of any batch
+        x = torch.randn(batch, T, C)
+        assert (call(x) != x).flatten(1).any(1).sum() == int(batch * KEEP)
+    assert rules_of(module)[SKIP] == 2
+
+
 def test_skip_draws_every_sample_as_often():
     module, x = Deep(timms), tokens()
     call, counts = compiled(module, drop_path="skip"), torch.zeros(BATCH)
