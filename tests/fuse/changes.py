@@ -362,7 +362,7 @@ CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     "chunks swapped": lambda kit, t: torch.cat(t.chunk(2, -1)[::-1], -1),
     "chunks joined": lambda kit, t: torch.cat(t.split(1, 1), 1),
     "as_strided": lambda kit, t: torch.as_strided(t.contiguous(), t.shape, t.contiguous().stride()),
-    "imaginary": lambda kit, t: torch.view_as_real(torch.complex(t, t * 0.5).conj())[..., 1],
+    "a lazy negative": lambda kit, t: torch.complex(t * 0.5, -t).conj().imag,
     "negated twice": lambda kit, t: t.neg().neg(),
     # regions
     "no_grad": under(torch.no_grad, lambda t: t * 1.0),
