@@ -33,7 +33,7 @@ def backbone():
         global_pool="avg",
         num_classes=7,
     ).to(DEVICE)
-    fk.swap_in(model)  # <- ours: without gradients, a narrow MLP is one kernel
+    fk.swap_in(model)  # <- ours
     return model
 
 

@@ -25,7 +25,6 @@ from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
 from fastvit_kernels.ops.linear.functions import linear
 from fastvit_kernels.ops.mlp.functions import mlp
-from fastvit_kernels.ops.mlp.narrow import is_narrow
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import Norm, rope
@@ -79,10 +78,6 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
         turn = functools.partial(rope, cos=tables[0], sin=tables[1], prefix_tokens=1, norm=norm)
         run(turn, q, k, **weights)
 
-    def infer() -> None:
-        with torch.no_grad(), torch.autocast("cpu", half):
-            mlp(x(), *parameters(*hidden), residual=x().float())
-
     side, F = math.isqrt(T - 1), 8 * C // 3
     hidden = ((4 * C, C), (4 * C,), (C, 4 * C), (C,))
     cases: dict[str, Step] = {
@@ -116,8 +111,6 @@ def steps(size: str, T: int, batch: int) -> dict[str, Step]:
             residual=x().float(),
         ),
     }
-    if is_narrow(half, C, C):
-        cases["mlp, inference"] = infer
     return cases
 
 

@@ -24,7 +24,6 @@ from fastvit_kernels.ops.gated_mlp.kernels import (
 )
 from fastvit_kernels.ops.linear.functions import linear
 from fastvit_kernels.ops.mlp.functions import mlp
-from fastvit_kernels.ops.mlp.narrow import FWD_TABLE as NARROW_TABLE
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import rope
@@ -152,16 +151,6 @@ def _rope_attention() -> None:
             backward(rope_attention(x, *params, interleaved=interleaved, **given))
 
 
-def _narrow_mlp() -> None:
-    """The MLP of narrow models in inference, in each of its configs that fits the target."""
-    for C, tiles in itertools.product((192, 256), NARROW_TABLE.configs):
-        x, residual = torch.empty(50432, C, dtype=torch.bfloat16), torch.empty(50432, C)
-        fc1_weight, fc2_weight = x.new_empty(4 * C, C), x.new_empty(C, 4 * C)
-        biases = x.new_empty(4 * C), x.new_empty(C)
-        with torch.no_grad(), forced(NARROW_TABLE.name, tiles):
-            mlp(x, fc1_weight, biases[0], fc2_weight, biases[1], residual=residual)
-
-
 def _gated_mlp() -> None:
     """Gated MLPs, forward and backward: widths with a divisor of 8, 4 and 2 elements (EVA02-L), and
     the inner LayerNorm in each config that fits."""
@@ -247,7 +236,6 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
     "ViT-Ti/16, inference": _blocks("vit_tiny_patch16_224", batch=256, depth=1, train=False),
     "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
-    "narrow MLP": _narrow_mlp,
     "RMSNorm": _rms_norm,
     "rotary embedding": _rope,
     "rotary embedding, learnt": _learnt_tables,
@@ -314,7 +302,6 @@ LISTED_ONLY = {
     "masked attention",
     "masks in fp32",
     "learnt bias",
-    "narrow MLP",
     "attention, few queries",
     "attention configs",
     "attention, one image",

@@ -335,10 +335,6 @@ def rotary(norm, learns=False):
         y.backward(torch.empty_like(y))
     return step
 
-def narrow():
-    with torch.no_grad():
-        fk.mlp(parameter(64, 197, 192), parameter(768, 192), None, parameter(192, 768), None)
-
 def patches():
     images = parameter(64, 3, 224, 224, dtype=torch.float32)
     with torch.autocast("cpu", bf16):
@@ -361,7 +357,7 @@ steps = [
     attend(256, 50, 12, 32), attend(2, 197, 3, 64, torch.float32),
     attend(16, 197, 12, 64), attend(8, 197, 12, 64, bf16, 0.1), masked, linear, mlp(False),
     mlp(True), gated(2048, False), gated(2730, False), gated(384, True), gated(2048, True),
-    rotary(None), rotary("layer_norm"), rotary("layer_norm", True), rotary(None, True), narrow,
+    rotary(None), rotary("layer_norm"), rotary("layer_norm", True), rotary(None, True),
     patches, patches_of_one_dtype, learnt_bias, packed, skipped, kept_patches,
 ]
 asked = []
@@ -529,7 +525,6 @@ REGISTER_OPERANDS = {
     "patch_embed_fwd",
     "patch_embed_bwd_weight",
     "patch_embed_bwd_images",
-    "narrow_mlp_fwd",
     "attention_fwd_pingpong",
     "attention_bwd_pingpong",
 }
@@ -607,12 +602,12 @@ def unfenced_wgmma(ptx: str) -> list[str]:
 
 def test_wgmma_reads_what_cp_async_wrote_behind_a_fence(compiled):
     """cp.async writes through the generic proxy, wgmma reads through the async one: triton #9610,
-    #10537. GEMMs take TMA on sm_90; patch_embed and narrow_mlp have an operand from registers,
-    whose fence serves both; attention has a fence of its own."""
+    #10537. GEMMs take TMA on sm_90; patch_embed has an operand from registers, whose fence
+    serves both; attention has a fence of its own."""
     wrong = [k for k in compiled if unfenced_wgmma(k.ptx)]
     assert not wrong, [str(kernel) for kernel in wrong]
     fenced = {k.name for k in compiled if "cp.async.wait_" in k.ptx and "wgmma" in k.ptx}
-    assert {"patch_embed_fwd", "patch_embed_bwd_weight", "narrow_mlp_fwd"} <= fenced
+    assert {"patch_embed_fwd", "patch_embed_bwd_weight"} <= fenced
     assert {"attention_fwd", "attention_bwd_one_pass"} <= fenced
     assert {"attention_bwd_dq", "attention_bwd_dkdv"} <= fenced
     by_tma = {k.name for k in compiled if "cp.async.bulk.tensor" in k.ptx and "wgmma" in k.ptx}

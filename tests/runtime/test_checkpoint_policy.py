@@ -177,7 +177,6 @@ def test_every_operator_has_its_kind():
             (
                 "gated_hidden_fwd",
                 "layer_norm_fwd",
-                "narrow_mlp_fwd",
                 "patch_embed_fwd",
                 "place_samples",
                 "rms_norm_fwd",

@@ -369,12 +369,3 @@ def test_flops_are_counted_as_torchs(name, monkeypatch):
             if name == "kept patches":
                 wanted = wanted * 2 // 6  # torch's way gathers from all of them
         assert wanted and got == wanted, trained
-
-
-def test_flops_of_a_narrow_mlp():
-    shapes = FLOPS["mlp"][1]
-    inputs = {
-        n: rand(*s, seed=i, dtype=torch.bfloat16, grad=False)
-        for i, (n, s) in enumerate(shapes.items())
-    }
-    assert _flops(fk.mlp, inputs) == 2 * 6 * 12 * (8 + 4)

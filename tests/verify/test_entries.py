@@ -179,9 +179,8 @@ def test_the_model_of_check_is_as_its_sizes_say(monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's defaults take other routes")
 def test_check_reaches_every_table():
-    """That of mlp for inference too, which wants no gradient, in --all-configs alone."""
     found = {c.table for case in check_cases(SMALL, CPU, torch.float16) for c in choices_of(case)}
-    assert found == set(TABLES) - {"narrow_mlp_fwd"}
+    assert found == set(TABLES)
 
 
 def test_usual_tensors_go_through_eager_as_through_the_specification():

@@ -13,8 +13,7 @@ bits, so every gradient keeps its bits. With recompute=False a is saved too. dz 
 where nobody else can see it: no hook of others on what is saved, no retain_graph, no CUDA graph.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
-epilogue of the product that gives dz. Where no gradient is wanted, narrow 16-bit MLPs run in one
-kernel, narrow.py. Files: launch.py, kernels.py. Derivation: docs/mlp.md.
+epilogue of the product that gives dz. Files: launch.py, kernels.py. Derivation: docs/mlp.md.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
 from ..common.activation import check_activation
 from ..common.grad_epilogue import Reads, layer_gradients, reads_of, register, takes_rows
-from ..common.samples import keeps_some
 from ..gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from ..linear.functions import linear_fwd, linear_ref
 from .launch import mlp_bwd
-from .narrow import is_narrow, narrow_mlp_fwd
 
 
 def mlp_ref(
@@ -77,7 +74,6 @@ class MlpSpec(NamedTuple):
 
     route: Route | None  # None: the specification runs
     needs_gradient: bool
-    narrow: bool  # one kernel, where no gradient is needed
     activation: str
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
@@ -202,7 +198,6 @@ def _decide(
     return MlpSpec(
         route=choose_route("mlp", unsupported, *inputs, row_scale),
         needs_gradient=needs_gradient(*inputs),
-        narrow=is_narrow(dtype, x.shape[-1], fc2_weight.shape[0]) and not keeps_some(row_scale),
         activation=activation,
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
@@ -282,10 +277,6 @@ def mlp(
     if spec.casts:
         dtype = spec.dtype
         x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
-    if spec.narrow:
-        return narrow_mlp_fwd[route](
-            x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, activation, spec.out_dtype
-        )
     fwd = linear_fwd[route]
     act, _ = fwd(x, fc1_weight, fc1_bias, None, None, None, activation, spec.dtype, False)
     return fwd(act, fc2_weight, fc2_bias, *epilogue, "", spec.out_dtype, False)[0]
