@@ -12,10 +12,10 @@ from fastvit_kernels.ops.common.gemm_configs import (
     FLAT,
     FWD_TABLE,
     HIDDEN_TABLE,
-    IN_ROLES,
     LIBRARY,
     PERSISTENT,
     SMALL,
+    SPECIALIZED,
     TMA_FAMILIES,
     TMA_PAIR,
     TMA_SMALL,
@@ -245,7 +245,7 @@ def test_gemm_candidates_fit_shared_memory(table, limit):
 def test_gemm_defaults():
     on = {gpu.arch: gpu for gpu in GPUS}
     choose = FWD_TABLE.choose
-    in_roles, pair = (IN_ROLES, IN_ROLES) if has_gluon() else (TMA_TILE, TMA_PAIR)
+    warp_specialized, pair = (SPECIALIZED, SPECIALIZED) if has_gluon() else (TMA_TILE, TMA_PAIR)
     assert choose(on["sm_90"], 65536, 3072, 768, "bf16") == pair
     assert choose(on["sm_90"], 65536, 768, 768, "bf16") == TMA_PAIR
     assert choose(on["sm_90"], 65536, 2000, 768, "bf16") == TMA_PAIR  # part of a tile
@@ -259,7 +259,7 @@ def test_gemm_defaults():
     assert choose(on["sm_80"], 65536, 768, 1000, "bf16") == LIBRARY  # no multiple of BLOCK_K
     assert choose(on["sm_90"], 65536, 768, 1000, "bf16") == TMA_PAIR
     for N, K in ((768, 192), (3072, 768), (4096, 1024)):
-        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, N, K, "bf16") == in_roles
+        assert HIDDEN_TABLE.choose(on["sm_90"], 65536, N, K, "bf16") == warp_specialized
     assert HIDDEN_TABLE.choose(on["sm_90"], 4096, 768, 192, "bf16") == TMA_TILE  # few tiles
     assert HIDDEN_TABLE.choose(on["sm_90"], 65536, 1920, 480, "bf16") == TMA_TILE
     assert HIDDEN_TABLE.choose(on["sm_80"], 65536, 3072, 768, "bf16") == FLAT
@@ -306,7 +306,7 @@ def test_gluon_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("FASTVIT_KERNELS_GLUON", "0")
     has_gluon.cache_clear()
     try:
-        assert not FWD_TABLE.fits(HOPPER, IN_ROLES, 16384, 768, 768, "bf16")
+        assert not FWD_TABLE.fits(HOPPER, SPECIALIZED, 16384, 768, 768, "bf16")
         assert HIDDEN_TABLE.default(HOPPER, 65536, 3072, 768, "bf16") == TMA_TILE
     finally:
         has_gluon.cache_clear()
@@ -316,6 +316,6 @@ def test_what_gluon_cannot_end_takes_the_plain_tile(monkeypatch):
     monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
     monkeypatch.setattr(gemm, "INTERPRETED", False)
     a, b = (rand(256, 64, dtype=bf16, grad=False) for _ in range(2))
-    assert gemm.tile_plan(IN_ROLES, a, b, transposed=True).config == IN_ROLES
-    plain = gemm.tile_plan(IN_ROLES, a, b, transposed=True, plain=True).config
+    assert gemm.tile_plan(SPECIALIZED, a, b, transposed=True).config == SPECIALIZED
+    plain = gemm.tile_plan(SPECIALIZED, a, b, transposed=True, plain=True).config
     assert plain == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")

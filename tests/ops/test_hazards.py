@@ -611,7 +611,7 @@ def test_wgmma_reads_what_cp_async_wrote_behind_a_fence(compiled):
     assert {"attention_fwd", "attention_bwd_one_pass"} <= fenced
     assert {"attention_bwd_dq", "attention_bwd_dkdv"} <= fenced
     by_tma = {k.name for k in compiled if "cp.async.bulk.tensor" in k.ptx and "wgmma" in k.ptx}
-    assert by_tma == {"linear_fwd", "mlp_bwd_hidden", "gemm_in_roles", *IN_TURNS}
+    assert by_tma == {"linear_fwd", "mlp_bwd_hidden", "gemm_warp_specialized", *IN_TURNS}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import library
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
 from fastvit_kernels.ops.common import epilogue
-from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, forced_route
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
@@ -127,7 +127,7 @@ def test_linear_forward_backward(route, activation, dtype):
 
 def test_linear_where_the_gluon_kernel_is_chosen():
     """It has no such epilogue, and no interpreter: another config of that GPU runs."""
-    with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", IN_ROLES):
+    with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", SPECIALIZED):
         residual = rand(B, T, 24, seed=7, dtype=bf16)
         assert_accurate(linear, linear_ref, {**_linear(24, bf16), "residual": residual})
 

@@ -1,9 +1,9 @@
 """Who multiplies where an epilogue follows, and with which tile: the configs of the Triton GEMMs.
 
 The "library" route is the vendor's product and one elementwise kernel, the "triton" route one GEMM
-with the epilogue inside, the "gluon" route Hopper's own (gemm_in_roles.py). A choice depends on
-(M bucket, N, K, dtype): M rounded up to a power of two, the dtype by its short name; what the
-epilogue does is not in it.
+with the epilogue inside, the "gluon" route Hopper's own (gemm_warp_specialized.py). A choice
+depends on (M bucket, N, K, dtype): M rounded up to a power of two, the dtype by its short name;
+what the epilogue does is not in it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ TMA_PAIR = TMA_TILE._replace(programs_per_sm=2, max_registers=128)
 TMA_NARROW = NARROW._replace(descriptors=True, subtiles=2, programs_per_sm=2, max_registers=128)
 TMA_SMALL = SMALL._replace(descriptors=True)
 WIDE_TMA = GemmConfig("triton", 128, 256, 64, 8, 4, programs_per_sm=1, subtiles=4, descriptors=True)
-# Warps with roles: products, and beside them what becomes of the tile before (gemm_in_roles.py).
-IN_ROLES = GemmConfig("gluon", 128, 256, 32, 4, 6, programs_per_sm=1, descriptors=True)
+# Warps with roles: products, and beside them the epilogue of the tile before them.
+SPECIALIZED = GemmConfig("gluon", 128, 256, 32, 4, 6, programs_per_sm=1, descriptors=True)
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 
@@ -82,7 +82,7 @@ SHARED_BY_BOTH = (
     TMA_NARROW,
     TMA_SMALL,
     WIDE_TMA,
-    IN_ROLES,
+    SPECIALIZED,
     TMA_FP32,
     TMA_SMALL_FP32,
 )
@@ -140,15 +140,15 @@ def _default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
         return LIBRARY
     if K % TILE.block_k and gpu.family not in TMA_FAMILIES:
         return LIBRARY  # the masks of K spill in the persistent tiles
-    return IN_ROLES if N > K and _takes_roles(gpu, M, N, K, dtype) else tile
+    return SPECIALIZED if N > K and _is_specialized(gpu, M, N, K, dtype) else tile
 
 
-def _takes_roles(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> bool:
-    """Whether whole tiles of IN_ROLES reach every SM. On an H100 that takes a fifth to a third off
-    what widens (fc1, the hidden gradient), and nothing off proj and fc2."""
-    tiles = -(-M // IN_ROLES.block_m) * (N // IN_ROLES.block_n)
-    whole = N % IN_ROLES.block_n == 0 and tiles >= gpu.num_sms
-    return whole and _fits(gpu, IN_ROLES, M, N, K, dtype)
+def _is_specialized(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> bool:
+    """Whether whole tiles of SPECIALIZED reach every SM. On an H100 that takes a fifth to a third
+    off what widens (fc1, the hidden gradient), and nothing off proj and fc2."""
+    tiles = -(-M // SPECIALIZED.block_m) * (N // SPECIALIZED.block_n)
+    whole = N % SPECIALIZED.block_n == 0 and tiles >= gpu.num_sms
+    return whole and _fits(gpu, SPECIALIZED, M, N, K, dtype)
 
 
 def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
@@ -160,7 +160,7 @@ def hidden_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
 def _hidden_default(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
     if _default(gpu, M, N, K, dtype) == LIBRARY:
         return LIBRARY
-    return IN_ROLES if _takes_roles(gpu, M, N, K, dtype) else hidden_tile(gpu, M, N, K, dtype)
+    return SPECIALIZED if _is_specialized(gpu, M, N, K, dtype) else hidden_tile(gpu, M, N, K, dtype)
 
 
 def _library(*_: Any) -> GemmConfig:
@@ -169,12 +169,12 @@ def _library(*_: Any) -> GemmConfig:
 
 def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> bool:
     itemsize = DTYPES[dtype].itemsize  # KeyError: a name that no key has
-    in_roles = config.route == "gluon"
-    if in_roles and (dtype == "fp32" or gpu.family != 9 or not has_gluon()):
+    warp_specialized = config.route == "gluon"
+    if warp_specialized and (dtype == "fp32" or gpu.family != 9 or not has_gluon()):
         return False
     if config.route == "library" or gpu.arch == "cpu":
         return True
-    if not in_roles and (dtype == "fp32") != (config.block_k == 32):
+    if not warp_specialized and (dtype == "fp32") != (config.block_k == 32):
         return False
     if config.descriptors != (gpu.family in TMA_FAMILIES):
         return False

@@ -74,7 +74,8 @@ def linear_fwd(
     rows, plan = x, None
     if config.route != "library":
         rows = x.reshape(M, K)
-        plan = tile_plan(config, rows, weight, transposed=True, plain=kept)
+        has_more = scaled or residual is not None
+        plan = tile_plan(config, rows, weight, transposed=True, plain=has_more)
     if plan is None:
         plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
         late = None  # a bias of another dtype joins in the epilogue, where that need not save z
@@ -92,24 +93,9 @@ def linear_fwd(
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue.epilogue_arguments(M, layer_scale, row_scale, residual)
     if plan.config.route == "gluon":
-        from ..common.gemm_in_roles import launch_in_roles
+        from ..common.gemm_warp_specialized import launch_warp_specialized
 
-        launch_in_roles(
-            plan,
-            y,
-            z,
-            None,
-            rows,
-            weight,
-            pointers[2],
-            contiguous(bias),
-            pointers[0],
-            pointers[1],
-            sizes[1],
-            sizes[0],
-            activation,
-            hidden=False,
-        )
+        launch_warp_specialized(plan, y, z, None, rows, weight, None, contiguous(bias), activation)
         return y, z
     tile_launch(
         plan,

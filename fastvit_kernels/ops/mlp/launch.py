@@ -45,18 +45,16 @@ def _hidden_gradient(
         )
     dz = z if reuse_z else torch.empty_like(z)
     rows = triton.cdiv(M, plan.config.block_m)
-    in_roles = plan.config.route == "gluon"
-    if in_roles:
-        from ..common.gemm_in_roles import FINISHERS, launch_in_roles
+    warp_specialized = plan.config.route == "gluon"
+    if warp_specialized:
+        from ..common.gemm_warp_specialized import FINISHERS, launch_warp_specialized
 
         rows *= FINISHERS.value
     partial = torch.empty((rows, F if sum_dz else 0), dtype=torch.float32, device=z.device)
-    if in_roles:
+    if warp_specialized:
         sums = partial if sum_dz else None
         z = aligned(z)  # it comes by TMA
-        launch_in_roles(
-            plan, dz, act, sums, a, b, z, None, None, None, F, 1, activation, hidden=True
-        )
+        launch_warp_specialized(plan, dz, act, sums, a, b, z, None, activation)
         return dz, partial
     tile_launch(
         plan,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.common.gemm_configs import IN_ROLES, TMA_TILE
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from tests.machine.aot import TARGETS
@@ -44,13 +44,17 @@ def longer() -> list[tuple[str, Recorded]]:
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
     found = [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
-    found += zip(("linear in roles, K=320", "hidden gradient in roles"), _in_roles(), strict=True)
+    found += zip(
+        ("linear warp-specialised, K=320", "hidden gradient warp-specialised"),
+        _warp_specialized(),
+        strict=True,
+    )
     with ptx_machine("sm_90", recorded=[]) as machine, forced("linear_fwd", TMA_TILE):
         fk.linear(x, weight, activation="gelu")
     return found + [("linear, K=320", one) for one in machine.recorded or []]
 
 
-def _in_roles() -> list[Recorded]:
+def _warp_specialized() -> list[Recorded]:
     """Of either use, two tiles of one program."""
     x, weight = torch.randn(200, 320).bfloat16(), torch.randn(136, 320).bfloat16()
     fc2, one_sm = torch.randn(320, 136).bfloat16(), Gpu("sm_90", 1, TARGETS["sm_90"].shared_limit)
@@ -58,12 +62,12 @@ def _in_roles() -> list[Recorded]:
     with (
         ptx_machine("sm_90", recorded=[]) as machine,
         on_absent_gpu(one_sm),
-        forced("linear_fwd", IN_ROLES),
+        forced("linear_fwd", SPECIALIZED),
     ):
         fk.linear(x, weight.requires_grad_(), activation="gelu")
-        with forced("linear_fwd", TMA_TILE), forced("mlp_bwd_hidden", IN_ROLES):
+        with forced("linear_fwd", TMA_TILE), forced("mlp_bwd_hidden", SPECIALIZED):
             fk.mlp(x, weight, bias, fc2.requires_grad_(), None).sum().backward()
-    return [one for one in machine.recorded or [] if "in_roles" in one.program.name]
+    return [one for one in machine.recorded or [] if "warp_specialized" in one.program.name]
 
 
 def _attention(D: int) -> list[Recorded]:

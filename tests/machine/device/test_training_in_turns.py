@@ -19,7 +19,7 @@ print(machine.launches, fault)
 blocks = 2 * 2  # steps, layers
 assert machine.launches["_attention_fwd_pingpong_kernel"] == blocks
 assert machine.launches["_attention_bwd_pingpong_kernel"] == blocks
-assert machine.launches["_gemm_in_roles_kernel"] == 2 * blocks  # fc1, the hidden gradient
+assert machine.launches["_gemm_warp_specialized_kernel"] == 2 * blocks  # fc1, the hidden gradient
 assert fault is None
 print("right")
 """

@@ -12,12 +12,13 @@ dtype, in shared memory. A last group of four, `_finish`, makes of them what is 
     landed[half]    64 x 64 of z are there                `_load_z` expects their bytes
     read[half]      they have been read
 
-The kernel is that of `linear` where `more` is the residual and `other` saves z, and that of `mlp`'s
-hidden gradient where HIDDEN: then `more` is z, which one more warp, `_load_z`, fetches ahead (those
-who finish would wait for it a third of their time), `other` takes act(z), and partial each warp's
-sums of dz over its rows of a tile (in one row for a tile, through shared memory, they would take a
-fifth of the time). fp32 accumulators; each element is summed over K in order. The sum, with the
-bias, is rounded once to the operands' dtype, as the library rounds it, before the epilogue.
+The kernel is that of `linear` with an activation, `other` saving z, and that of `mlp`'s hidden
+gradient where HIDDEN: then one more warp, `_load_z`, fetches z ahead (those who finish would wait
+for it a third of their time), `other` takes act(z), and partial each warp's sums of dz over its
+rows of a tile (in one row for a tile, through shared memory, they would take a fifth of the time).
+Scales and residuals are not in it: on an H100 proj and fc2 gain nothing by it. fp32 accumulators;
+each element is summed over K in order. The sum, with the bias, is rounded once to the operands'
+dtype, as the library rounds it, before the epilogue.
 
 Gluon has no interpreter: tests/machine/device runs the PTX.
 """
@@ -178,15 +179,12 @@ def _store_sums(dsums, partial_ptr, pid_m, column, N):
 
 
 @gluon.jit
-def _finish(
-    pointers, tiles, barriers, sizes, strides, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr
-):
+def _finish(pointers, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr):
     """From the sums of each tile to what is written, 64 x 64 of them at once."""
-    out_ptr, other_ptr, partial_ptr, residual_ptr, layer_scale_ptr, row_scale_ptr = pointers
+    out_ptr, other_ptr, partial_ptr = pointers
     _, _, sums, beside = tiles
     _, _, staged, free, landed, read = barriers
     M, N, _ = sizes
-    stride_residual, rows_per_sample = strides
     PARTS: gl.constexpr = sums.shape[0] // 2
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -204,8 +202,7 @@ def _finish(
             offs_m = (2 * pid_m + half) * ROWS + offs_r
             column = (pid_n * PARTS + step // 2) * COLUMNS
             offs_n = column + offs_c
-            mask_m, mask_n = offs_m < M, offs_n < N
-            mask = mask_m[:, None] & mask_n[None, :]
+            mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
             offs = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
             if HIDDEN:
                 mbarrier.wait(landed.index(half), z_phase)
@@ -215,9 +212,6 @@ def _finish(
                 act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, act.to(dtype), mask=mask)
-            elif residual_ptr is not None:
-                offs_residual = offs_m.to(gl.int64)[:, None] * stride_residual + offs_n[None, :]
-                residual = gl.load(residual_ptr + offs_residual, mask=mask, other=0.0)
             part = half * PARTS + step // 2
             mbarrier.wait(staged.index(part), phase)
             low = sums.index(part).load(layout)
@@ -234,14 +228,6 @@ def _finish(
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, low, mask=mask)
                 y = activate(y, ACTIVATION, dtype)
-                if layer_scale_ptr is not None:
-                    scale = gl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0)
-                    y *= scale.to(gl.float32)[None, :]
-                if row_scale_ptr is not None:
-                    scale = gl.load(row_scale_ptr + offs_m // rows_per_sample, mask=mask_m, other=0)
-                    y *= scale.to(gl.float32)[:, None]
-                if residual_ptr is not None:
-                    y += residual.to(gl.float32)
             gl.store(out_ptr + offs, y.to(dtype), mask=mask)
         phase ^= 1
 
@@ -263,28 +249,23 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit(**ANY_BATCH)
-def _gemm_in_roles_kernel(
+def _gemm_warp_specialized_kernel(
     out_ptr,
     other_ptr,
     partial_ptr,
     x,
     weight,
-    more,
+    z,
     bias_ptr,
-    layer_scale_ptr,
-    row_scale_ptr,
     M,
     N,
     K,
-    stride_more,
-    rows_per_sample,
     B_K_LAST: gl.constexpr,
     ACTIVATION: gl.constexpr,
     HIDDEN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     sizes = M, N, K
-    strides = stride_more, rows_per_sample
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
     bits: gl.constexpr = x.dtype.primitive_bitwidth
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
@@ -292,10 +273,10 @@ def _gemm_in_roles_kernel(
     sums = gl.allocate_shared_memory(x.dtype, [2 * PARTS, ROWS, COLUMNS], swizzled)
     staged, free = _barriers(2 * PARTS, 1), _barriers(2 * PARTS, 1)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    residual_ptr, beside = more, None
+    beside = None
     if HIDDEN:
-        residual_ptr, beside = None, _buffers(more, 2)
-    pointers = out_ptr, other_ptr, partial_ptr, residual_ptr, layer_scale_ptr, row_scale_ptr
+        beside = _buffers(z, 2)
+    pointers = out_ptr, other_ptr, partial_ptr
     tiles = _buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside
     barriers = full, empty, staged, free, _barriers(2, 1), _barriers(2, 1)
     fence()  # TMA counts bytes at them
@@ -303,31 +284,25 @@ def _gemm_in_roles_kernel(
         [
             (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0)),
             (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1)),
-            (_finish, (pointers, tiles, barriers, sizes, strides, ACTIVATION, HIDDEN)),
+            (_finish, (pointers, tiles, barriers, sizes, ACTIVATION, HIDDEN)),
             (_load, (x, weight, tiles, barriers, sizes, B_K_LAST, STAGES)),
-            (_load_z, (more, tiles, barriers, sizes, HIDDEN)),
+            (_load_z, (z, tiles, barriers, sizes, HIDDEN)),
         ],
         [4, 4, 1, 1],
         REGISTERS,
     )
 
 
-def launch_in_roles(
+def launch_warp_specialized(
     plan: TilePlan,
     out: Tensor,
     other: Tensor | None,
     partial: Tensor | None,
     a: Tensor,
     b: Tensor,
-    more: Tensor | None,
+    z: Tensor | None,
     bias: Tensor | None,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    stride_more: int,
-    rows_per_sample: int,
     activation: str,
-    *,
-    hidden: bool,
 ) -> None:
     """Launch the kernel as planned, on the current device.
 
@@ -335,15 +310,15 @@ def launch_in_roles(
         out: (..., N) contiguous, M rows; so is other, where it is not None.
         partial: (tiles of rows * FINISHERS, N) fp32, or None.
         a, b: (M, K), and (N, K) or (K, N) as the plan says.
-        more: (..., N), rows `stride_more` apart, or None; z begins at a multiple of 16 bytes.
-        bias, layer_scale: (N,); row_scale: (B,); each may be None.
+        z: (M, N) contiguous, from a multiple of 16 bytes on, for the hidden gradient; or None.
+        bias: (N,) or None.
     """
     options, (M, K), N = plan.options, a.shape, out.shape[-1]
-    k_last = options["B_K_LAST"]
+    k_last, hidden = options["B_K_LAST"], z is not None
     launch = plan.launches.get((activation, hidden))
     if launch is None:
         launch = plan.launches[activation, hidden] = bind_launch(
-            _gemm_in_roles_kernel,
+            _gemm_warp_specialized_kernel,
             (plan.programs,),
             B_K_LAST=k_last,
             ACTIVATION=activation,
@@ -353,25 +328,20 @@ def launch_in_roles(
         )
     block_k, block_n = options["BLOCK_K"], options["BLOCK_N"]
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
-    if hidden:
-        assert more is not None
-        more = tensor_map(more, (M, N), (stride_more, 1), (ROWS.value, COLUMNS.value))
+    if z is not None:
+        z = tensor_map(z, (M, N), (N, 1), (ROWS.value, COLUMNS.value))
     launch(
         out,
         other,
         partial,
         tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
         tensor_map(b, rows, (max(b.stride()), 1), block),
-        more,
+        z,
         bias,
-        layer_scale,
-        row_scale,
         M,
         N,
         K,
-        stride_more,
-        rows_per_sample,
     )
 
 
-__all__ = ["FINISHERS", "launch_in_roles"]
+__all__ = ["FINISHERS", "launch_warp_specialized"]

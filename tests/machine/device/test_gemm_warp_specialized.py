@@ -1,4 +1,4 @@
-"""The GEMM whose warps have roles (ops/common/gemm_in_roles.py). It runs here alone."""
+"""The GEMM whose warps have roles (ops/common/gemm_warp_specialized.py). It runs here alone."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from .test_kernels import python
 STEP = """
 import sys, torch, fastvit_kernels as fk
 from contextlib import ExitStack
-from fastvit_kernels.ops.common.gemm_configs import IN_ROLES
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED
 from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -24,8 +24,6 @@ def rand(*shape, scale=1.0):
 
 B, T, C, N = 4, 65, 200, 392  # six tiles of 128 x 256, the last of each axis in part, K in four
 x, weight, bias = rand(B, T, C), rand(N, C), rand(N)  # wide: erf takes both its branches
-residual, layer_scale = rand(B, T, 2 * N).detach()[..., :N].requires_grad_(), rand(N)
-row_scale = torch.tensor([0.0, 1.25, 2.0, 1.0])
 def off_16(saved):  # z at an address that TMA cannot take, as a hook may bring it back
     if saved.shape != (B, T, N):
         return saved
@@ -46,11 +44,6 @@ def of_mlp(activation, recompute):
 
 CASES = {
     "gelu": (of_linear(activation="gelu"), dict(plain, bias=bias), 1),
-    "residual": (of_linear(), dict(plain, residual=residual), 1),
-    "everything": (
-        of_linear(activation="quick_gelu", row_scale=row_scale),
-        dict(plain, bias=bias, residual=residual, layer_scale=layer_scale), 1,
-    ),
     "mlp": (of_mlp("gelu", recompute=False), mlp, 3),
     "mlp, rebuilt": (of_mlp("gelu_tanh", recompute=True), mlp, 3),
 }
@@ -60,22 +53,22 @@ found = []
 with ExitStack() as stack:
     machine = stack.enter_context(ptx_machine("sm_90", order=order))
     stack.enter_context(on_absent_gpu(Gpu("sm_90", num_sms=2, shared_limit=232448)))
-    stack.enter_context(forced("linear_fwd", IN_ROLES))
-    stack.enter_context(forced("mlp_bwd_hidden", IN_ROLES))
+    stack.enter_context(forced("linear_fwd", SPECIALIZED))
+    stack.enter_context(forced("mlp_bwd_hidden", SPECIALIZED))
     stack.enter_context(poisoned())
     if what == "mlp, rebuilt":
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, off_16))
     for _ in range(2):
         outputs, grads = reference.run(function)
         found.append([*outputs, *grads.values()])
-    if what == "residual":  # sizes that have been planned, and another activation
+    if what == "gelu":  # sizes that have been planned, and another activation
         launches += 0.5
         with torch.no_grad():
             y = fk.linear(**inputs, activation="quick_gelu")
         wanted = linear_ref(**inputs, activation="quick_gelu")
         torch.testing.assert_close(y, wanted, rtol=0.02, atol=0.02)
 print(machine.launches)
-assert machine.launches["_gemm_in_roles_kernel"] == 2 * launches
+assert machine.launches["_gemm_warp_specialized_kernel"] == 2 * launches
 assert all(map(torch.equal, *found)), "other bits the second time"
 errors = reference.judge(outputs, grads)
 print(*errors, sep="\\n")
@@ -88,8 +81,6 @@ print("right")
     ("what", "dtype", "order"),
     [
         ("gelu", "bfloat16", 0),
-        ("residual", "float16", 1),
-        ("everything", "bfloat16", 2),
         ("mlp", "float16", 2),
         ("mlp, rebuilt", "bfloat16", 1),
     ],
