@@ -64,8 +64,9 @@ else:
         depth=1,
         num_classes=3,
     )
-    assert fk.swap_in(host).level == "block"
-    host(torch.randn(2, 3, 8, 8)).sum().backward()
+    images = torch.randn(2, 3, 8, 8)
+    assert fk.swap_in(host, example=images).share == 1.0
+    host(images).sum().backward()
 
 from fastvit_kernels.commands import cli  # noqa: E402
 from fastvit_kernels.runtime.backend import INTERPRETED  # noqa: E402
