@@ -41,6 +41,7 @@ DropPath = Literal["mask", "skip"]
 _ENTRANCES = re.compile(r"forward_\w+|encode_\w+|get_intermediate_layers|get_\w+_features")
 _REPLICATE = "_replicate_for_data_parallel"
 _numbers = itertools.count()
+LITTLE = 0.01  # of the FLOPs: less fused than that is worth a warning
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,13 @@ class Swapped:
             return self.own(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        hint = "for what reads its source, as torch.jit.script does, call swap_out first"
+        raise AttributeError(f"a swapped method has no {name}; {hint}")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate's unwrap_model binds what it unwraps
+            args = args[1:]
         if is_dynamo_compiling():
             self.join_outer_compile()
             return self.host(*args, **kwargs)
@@ -213,12 +220,17 @@ class Swapped:
             )
 
     def look(self) -> None:
-        """After the first call: say if no product is fused."""
+        """After the first call: say if hardly a product is fused."""
         self.looked = True
-        graphs = [g for g in self.calls.graphs if g.flops]
-        if graphs and not any(g.rules for g in graphs):
-            why = [g.declined or (g.left[0].reason if g.left else "") for g in graphs]
-            self.warn("nothing in it is fused" + next((f": {w}" for w in why if w), ""))
+        flops = sum(g.flops for g in self.calls.graphs)
+        fused = sum(g.fused_flops for g in self.calls.graphs)
+        if fused >= LITTLE * flops:
+            return
+        declined = [g.declined for g in self.calls.graphs if g.declined]
+        left = max((row for g in self.calls.graphs for row in g.left), key=lambda row: row.flops)
+        why = declined[0] if declined else f"{left.op}: {left.reason}"
+        share = f"{100 * fused / flops:.1f} %" if fused else "nothing"
+        self.warn(f"{share} of its matmul and attention FLOPs is fused: {why}")
 
     def warn(self, what: str) -> None:
         """Once for modules of a class."""
@@ -280,7 +292,15 @@ class Swapped:
 
 
 def swapped_methods_of(module: nn.Module) -> list[Swapped]:
-    return [x for x in vars(module).values() if isinstance(x, Swapped)]
+    return [
+        x.__func__ if isinstance(x, MethodType) else x
+        for x in vars(module).values()
+        if _is_swapped(x)
+    ]
+
+
+def _is_swapped(x: Any) -> bool:
+    return isinstance(x.__func__ if isinstance(x, MethodType) else x, Swapped)
 
 
 def swapped_methods(model: nn.Module) -> list[Swapped]:
@@ -392,7 +412,7 @@ def swap_out(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_out: model must be an nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
-        if _REPLICATE in vars(module) and not isinstance(vars(module).get("forward"), Swapped):
+        if _REPLICATE in vars(module) and not _is_swapped(vars(module).get("forward")):
             where = f"{name}.forward" if name else "forward"
             raise ValueError(f"swap_out: {where} was set since swap_in: undo that first")
     for swapped in swapped_methods(model):

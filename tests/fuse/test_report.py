@@ -151,7 +151,7 @@ def test_a_model_that_fuses_nothing_gets_one_warning(regional):
         for batch in (2, 3, 4):
             model(torch.randn(batch, 4, 8))
     (only,) = [str(w.message) for w in warned if "swap_in" in str(w.message)]
-    assert "nothing in it is fused: " in only
+    assert "nothing of its matmul and attention FLOPs is fused: matmul: " in only
 
 
 def test_reports_hold_no_model_alive():

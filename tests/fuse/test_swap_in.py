@@ -94,6 +94,33 @@ def test_swap_out_wants_a_later_forward_undone_first():
     assert "forward" not in vars(model)
 
 
+def test_accelerate_wraps_and_unwraps_a_swapped_forward():
+    accelerate = pytest.importorskip("accelerate")
+    model, host = swapped_and_host()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = host(images()).float()
+    torch.testing.assert_close(prepared(images()), wanted, rtol=2e-2, atol=2e-2)
+    assert graphs(model) == 1
+    with pytest.raises(ValueError, match="forward was set since swap_in"):
+        swap_out(model)
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+    assert_same(model(images()), host(images()))
+    assert graphs(model) == 2
+    swap_out(model)
+    assert "forward" not in vars(model)
+    assert_same(model(images()), host(images()))
+
+
+def test_jit_script_says_what_to_call_first():
+    model, _ = swapped_and_host(vit().eval())
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script does, call swap_out first"):
+        torch.jit.script(model)
+    swap_out(model)
+    torch.jit.script(model)
+
+
 def test_a_second_call_sets_everything_anew():
     model, host = swapped_and_host()
     model(images())
