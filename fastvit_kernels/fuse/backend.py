@@ -23,7 +23,7 @@ from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .rules.epilogue import BRANCHES
-from .swap import Compiler, DropPath, Memory
+from .swapped import Compiler, DropPath, Memory
 from .views import hint, op, shape, val
 
 PRODUCTS = set(

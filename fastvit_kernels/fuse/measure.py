@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import select, swap
+from .swapped import swapped_methods
 from .verify import tensors
 
 ROUNDS = 15
@@ -26,7 +27,7 @@ def measure_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     Returns: the sentence for the report, such as "host 36.8 ms, fused 29.1 ms: 1.26x".
     Raises: what the host raises on this batch, with the model swapped out.
     """
-    swapped = [(s.module, s) for s in swap.swapped_methods(model)]
+    swapped = [(s.module, s) for s in swapped_methods(model)]
     before = [(p, p.grad) for p in model.parameters()]
     step = _step_of(model, args, kwargs)
     try:

@@ -305,7 +305,7 @@ def status(model: nn.Module) -> ModelStatus:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"status: model must be an nn.Module, got {type(model).__name__}")
-    from .swap import swapped_methods
+    from .swapped import swapped_methods
 
     calls = [s.calls for s in swapped_methods(model)]
     graphs = unique([g for c in calls for g in c.graphs] + reports_of(model))

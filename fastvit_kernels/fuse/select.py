@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -176,21 +177,16 @@ def try_example(
     raise failure
 
 
-class kept:
+@contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
     """Inside, what a call writes to a model's buffers and generators is undone at the end."""
-
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-    def __enter__(self) -> None:
-        devices = {p.device for p in self.model.parameters() if p.is_cuda}
-        self.rng = torch.random.fork_rng(sorted(d.index or 0 for d in devices))
-        self.rng.__enter__()
-        self.buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
-
-    def __exit__(self, *error: Any) -> None:
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
         with torch.no_grad():
-            for buffer, before in self.buffers:
+            for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
-        self.rng.__exit__(*error)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import select, swap
 from .report import GraphReport
+from .swapped import swapped_methods
 
 
 class Difference(NamedTuple):
@@ -84,12 +85,12 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyRe
     fused = copy.deepcopy(model).double()
     host = copy.deepcopy(model).double()
     swap.swap_out(host)
-    if not swap.swapped_methods(fused):
+    if not swapped_methods(fused):
         swap.swap_in(fused)
     wanted = _step(host, args, kwargs)
     actual = _step(fused, args, kwargs)
     found = sorted(_compare(actual, wanted), key=lambda d: -d.error)
-    graphs = [g for s in swap.swapped_methods(fused) for g in s.calls.graphs]
+    graphs = [g for s in swapped_methods(fused) for g in s.calls.graphs]
     return VerifyReport(found, tolerance, graphs)
 
 

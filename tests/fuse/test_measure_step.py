@@ -11,7 +11,7 @@ import torch._dynamo as dynamo
 from torch import nn
 
 from fastvit_kernels import swap_in
-from fastvit_kernels.fuse.swap import Swapped
+from fastvit_kernels.fuse.swapped import Swapped
 
 
 class Sleeper(nn.Module):

@@ -581,6 +581,14 @@ def test_torch_compile_of_a_swapped_model_is_fused(regional):
     assert graphs(other) == 0
 
 
+def test_inductor_compiles_the_rest():
+    mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    model, host = swapped_and_host(mlp, compiler="inductor", mode="default")
+    assert_same_step(model, host, torch.randn(2, 5, 16))
+    assert status(model).share == 1.0
+    assert dynamo.utils.counters["aot_autograd"]["ok"] == 1
+
+
 def test_another_outer_compiler_gets_the_hosts_graph():
     model, host = swapped_and_host()
     got = []
