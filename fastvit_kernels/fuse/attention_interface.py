@@ -128,7 +128,7 @@ def packed_attention(
     if dropout > 0:
         out = varlen_attention(qkv, cu_seqlens, longest, scale=scale, dropout_p=dropout)
     else:
-        out = packed_attention_fwd(qkv, cu_seqlens, longest, scale)[0]
+        out = packed_attention_op(qkv, cu_seqlens, longest, scale)[0]
     return out.unsqueeze(0), None
 
 
@@ -150,6 +150,9 @@ def packed_attention_fwd(
         return varlen_attention_fwd.eager(qkv, cu_seqlens, None, max_seqlen, scale, 0.0)
     lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)[1]
     return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale).contiguous(), lse
+
+
+packed_attention_op = packed_attention_fwd.registered  # Dynamo of torch 2.10 calls no `Operator`
 
 
 @operator(fake=empty_dqkv)
