@@ -122,7 +122,6 @@ NORMS = {
     ),
     "rms in float32": lambda kit, x: (rms(x.float()) * kit.rms.weight.float()).to(x.dtype),
     "rms in float32, weight after": lambda kit, x: rms(x.float()).to(x.dtype) * kit.rms.weight,
-    "rms in half": lambda kit, x: rms(x.half()).to(x.dtype) * kit.rms.weight,
     "rms, mean in float32": lambda kit, x: (
         x * torch.rsqrt(x.pow(2).mean(**ROWS, dtype=torch.float32) + 1e-6)
     ),
@@ -693,8 +692,12 @@ def mixed(kit: Kit, x: Tensor) -> Tensor:
     return x + kit.ls * (F.linear(z, kit.fc2.weight) + kit.fc2.bias)
 
 
+def in_half(kit: Kit, x: Tensor) -> Tensor:
+    return rms(x.half()).to(x.dtype) * kit.rms.weight
+
+
 def promotions() -> list[Host]:
-    found = []
+    found = [Host("norm - rms in half", in_half, precision=torch.float16)]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         for name, part in DTYPES.items():
             how = dict(dtype=dtype, prepare=in_float32(part))
