@@ -8,29 +8,39 @@ import copy
 import math
 from pathlib import Path
 
-import timm
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
 import fastvit_kernels as fk
+from fastvit_kernels.models.packing import Crops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKPOINT = Path("runs/dino_multi_crop/last.pt")
 VIT = dict(img_size=16, patch_size=4, in_chans=1, embed_dim=64, depth=2, num_heads=2)
-ANY = dict(dynamic_img_size=True, global_pool="avg")
+VIT |= dict(dynamic_img_size=True, global_pool="avg", num_classes=0)
 LARGE, SMALL, EPOCHS, BATCH, TEMPERATURE, SHARP, MOMENTUM = 16, 8, 10, 64, 0.1, 0.03, 0.9
 
 
+class Backbone(fk.VisionTransformer):
+    """Crops of several sizes -> features of each, in one pass, nothing padded."""
+
+    def forward(self, views):
+        tokens = [self.embed(view) for view in views]
+        crops = Crops([x.shape[:2] for x in tokens], DEVICE, [{"rope": None}] * len(views))
+        x = crops.join(tokens)  # (total, C)
+        for block in self.blocks:
+            x = block(x, packing=crops)  # <- ours: varlen_attention, each image by itself
+        return [self.forward_head(self.norm(x)) for x in crops.split(x)]
+
+
 class Dino(nn.Module):
-    """A backbone of timm's with DINO's head: crops -> scores of 64 prototypes for each."""
+    """A backbone with DINO's head: crops -> scores of 64 prototypes for each."""
 
     def __init__(self):
         super().__init__()
-        backbone = timm.create_model("vit_tiny_patch16_224", num_classes=0, **VIT, **ANY)
-        fk.swap_in(backbone)  # <- ours: fused forward and backward
-        self.backbone = fk.packed(backbone)  # <- ours: one pass for all sizes of crops
+        self.backbone = Backbone(**VIT)  # <- ours: our ViT, with timm's names
         hidden = nn.Linear(64, 128), nn.BatchNorm1d(128), nn.GELU()
         self.head = nn.Sequential(*hidden, nn.Linear(128, 64))
         self.prototypes = nn.Parameter(torch.randn(64, 64))
@@ -89,7 +99,7 @@ def main():
     data, student = (images, torch.tensor(digits.target, device=DEVICE)), Dino().to(DEVICE)
     teacher = copy.deepcopy(student).requires_grad_(False)
     optimizer = torch.optim.AdamW(student.parameters(), weight_decay=0.04)
-    parts = {"student": student, "teacher": teacher, "optimizer": optimizer}
+    parts = dict(student=student, teacher=teacher, optimizer=optimizer)
     state = {"epoch": 0, "before": neighbours(teacher, *data)}
     CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
     if CHECKPOINT.exists():

@@ -202,20 +202,27 @@ class VisionTransformer(nn.Module):
             mask: (B, P) boolean: True is a patch in whose place `mask_token` stands (SimMIM, iBOT).
         Raises: ValueError, TypeError: one that does not fit, both, a mask without `mask_token`.
         """
-        tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
-        prefix = torch.cat(tokens, dim=1) if tokens else None
         grid = self.patch_embed.grid_of(images)
         check_patches(self, images, grid[0] * grid[1], keep, mask)
         if keep is None and mask is None:
             keep = self.patch_drop(images, grid[0] * grid[1])
-        positions = self._positions(grid)
-        x = self.patch_embed(images, prefix, positions, keep)
-        if mask is not None and self.mask_token is not None:
-            x = masked(x, mask, self.mask_token, positions)
-        x = self.norm_pre(self.pos_drop(x))
+        x = self.embed(images, keep=keep, mask=mask)
         rope = self.rope
         x = self.blocks(x) if rope is None else self.blocks(x, kept_tables(rope(grid), keep))
         return self.norm(x)
+
+    def embed(
+        self, images: Tensor, *, keep: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """What the first block reads, (B, T, C): patches and positions behind the prefix. Unchecked
+        arguments of forward_features; no patch is dropped but those that `keep` leaves out."""
+        tokens: list[Tensor] = [t for t in (self.cls_token, self.reg_token) if t is not None]
+        prefix = torch.cat(tokens, dim=1) if tokens else None
+        positions = self._positions(self.patch_embed.grid_of(images))
+        x = self.patch_embed(images, prefix, positions, keep)
+        if mask is not None and self.mask_token is not None:
+            x = masked(x, mask, self.mask_token, positions)
+        return self.norm_pre(self.pos_drop(x))
 
     def _positions(self, grid: tuple[int, int]) -> Tensor | None:
         """pos_embed, resampled for images of another size than the model's."""
