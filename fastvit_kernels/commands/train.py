@@ -29,7 +29,7 @@ from ..verify.runner import quiet_interpreter
 from ..weights.files import read_pickle
 from . import console, figures, options
 from .console import CommandError, refusing, require
-from .models import fused_model, host_errors, input_shape, logits_of
+from .models import build_model, fused_model, host_errors, input_shape, logits_of
 
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
 DIGITS = dict(model="digits", img_size=8, in_chans=1, epochs=40, batch=64, lr=2e-3)
@@ -73,7 +73,9 @@ def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Nam
     config["data"] = str(Path(arguments.data).resolve()) if arguments.data else "digits"
     if arguments.data or arguments.model:
         with torch.device("meta"):  # says at once that a model is unknown, or not a ViT
-            model = fused_model(config["model"], img_size=arguments.img_size)
+            model = build_model(config["model"], img_size=arguments.img_size)
+        if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+            raise CommandError(f"--model {config['model']} has no attention: it is no ViT")
         config["img_size"] = input_shape(model, arguments.img_size)[1]
     first = Path("runs", Path(config["data"]).name)
     numbered = (first.with_name(f"{first.name}-{n}") if n > 1 else first for n in count(1))

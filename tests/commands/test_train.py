@@ -236,7 +236,7 @@ def test_a_model_of_another_library(tmp_path, capsys):
     [
         (["--lr", "-1"], "must be above 0"),
         (["--epochs", "0"], "must be above 0"),
-        (["--model", "timm:resnet18"], "swap_in understands nothing"),
+        (["--model", "timm:resnet18"], "--model timm:resnet18 has no attention"),
         (["--model", "vit_smal_patch16_224"], "near names: vit_small_patch16_224"),
         (["--data", "absent"], "--data absent is not a folder"),
         (["--data", "empty"], "empty"),
