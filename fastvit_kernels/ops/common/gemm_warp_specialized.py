@@ -273,7 +273,7 @@ def _gemm_warp_specialized_kernel(
     sums = gl.allocate_shared_memory(x.dtype, [2 * PARTS, ROWS, COLUMNS], swizzled)
     staged, free = _barriers(2 * PARTS, 1), _barriers(2 * PARTS, 1)
     full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
-    beside = None
+    beside = sums  # nothing is read there
     if HIDDEN:
         beside = _buffers(z, 2)
     pointers = out_ptr, other_ptr, partial_ptr
