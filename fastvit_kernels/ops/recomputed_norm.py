@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..runtime.backend import use_triton
 from ..runtime.compat import KNOWS_VERSIONS, place_of_storage, saves_are_hooked, version
-from .common.late import LATE
+from .common.deferred import deferred
 from .common.rows import MAX_C
 from .norm.launch import layer_norm_fwd, rms_norm_fwd
 
@@ -106,7 +106,7 @@ def recomputed_norm(
             source = source if recompute_fn is None else recompute_fn()
             return fwd(source, *params, eps, dtype, False, samples)[0].view(packed)
 
-        return LATE.made(torch.empty((), dtype=dtype, device=device), packed, make)
+        return deferred.stand_in(torch.empty((), dtype=dtype, device=device), packed, make)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

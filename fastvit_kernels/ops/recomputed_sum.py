@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..runtime.arguments import autocast_dtype
 from ..runtime.compat import node_class, version
-from .common.late import LATE
+from .common.deferred import deferred
 from .linear.functions import LinearFunction
 from .linear.launch import linear_fwd
 from .norm.functions import NormAndInputFunction
@@ -68,7 +68,7 @@ class _Recomputed:
         autocast = torch.autocast(self.device, self.autocast, self.autocast is not None)
         with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
             return linear_fwd(
-                LATE.read(x),
+                deferred.read(x),
                 weight,
                 bias,
                 residual,

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastvit_kernels.ops.attention import by_library, configs as attention_configs, launch
+from fastvit_kernels.ops.attention import configs as attention_configs, cudnn, launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     FWD_TABLE,
@@ -46,15 +46,15 @@ H, D = 2, 16
 def noted(monkeypatch):
     """Which of "fwd" and "bwd" the library computed, in order."""
     found = []
-    for name in ("fwd", "bwd"):
-        function = getattr(by_library, f"{name}_by_library")
+    for name, whole in (("fwd", "sdpa_forward"), ("bwd", "sdpa_backward")):
+        function = getattr(cudnn, whole)
 
         def called(*arguments, function=function, name=name):
             result = function(*arguments)
             found.extend([name] if result is not None else [])
             return result
 
-        monkeypatch.setattr(launch, f"{name}_by_library", called)
+        monkeypatch.setattr(launch, whole, called)
     set_deterministic(False)
     return found
 
@@ -155,7 +155,7 @@ def test_an_upstream_gradient_in_any_layout(took):
 def test_views_are_not_copied(monkeypatch, took):
     """q, k and v reach the library where they lie in qkv, and dout where it is contiguous."""
     qkv, seen = rand(2, 37, 3, H, D, dtype=bf16), []
-    kernels = by_library._kernels
+    kernels = cudnn._kernels
 
     def noting(heads, scale, is_causal):
         forward, backward = kernels(heads, scale, is_causal)
@@ -165,11 +165,11 @@ def test_views_are_not_copied(monkeypatch, took):
             return backward(*tensors, **options)
 
         if DEVICE.type == "cpu":
-            monkeypatch.setattr(by_library, "FLASH_CPU", (forward, called))
+            monkeypatch.setattr(cudnn, "FLASH_CPU", (forward, called))
         seen.append([x.data_ptr() for x in heads])
         return forward, called
 
-    monkeypatch.setattr(by_library, "_kernels", noting)
+    monkeypatch.setattr(cudnn, "_kernels", noting)
     out = attention(qkv)
     upstream = torch.randn_like(out)
     out.backward(upstream)
@@ -185,7 +185,7 @@ def test_out_and_dout_lie_as_where_torch_makes_them(order, monkeypatch, took):
     in torch's own, would be read in the strides of the first call."""
     make = torch.empty(tuple((2, H, 37, D)[i] for i in order), dtype=bf16).permute
     q, k, v = (make(*map(order.index, range(4))).normal_().requires_grad_() for _ in range(3))
-    seen, kernels = [], by_library._kernels
+    seen, kernels = [], cudnn._kernels
 
     def noting(*arguments):
         forward, backward = kernels(*arguments)
@@ -194,10 +194,10 @@ def test_out_and_dout_lie_as_where_torch_makes_them(order, monkeypatch, took):
             seen[:] = tensors[0].stride(), tensors[4].stride()
             return backward(*tensors, **options)
 
-        monkeypatch.setattr(by_library, "FLASH_CPU", (forward, called))
+        monkeypatch.setattr(cudnn, "FLASH_CPU", (forward, called))
         return forward, called
 
-    monkeypatch.setattr(by_library, "_kernels", noting)
+    monkeypatch.setattr(cudnn, "_kernels", noting)
     sdpa(q, k, v).backward(torch.randn(2, H, 37, D, dtype=bf16))
     assert seen == [torch.empty_like(q).stride()] * 2
 
@@ -273,16 +273,16 @@ def test_poisoned_memory_is_no_wish_for_equal_bits():
 def test_a_check_asks_no_equal_bits_of_the_librarys_backward(took, monkeypatch):
     """Its dq is added in any order: numbers are judged, and of ours the bits too."""
     reference = Reference(attention_ref, _packed())
-    copied = launch.bwd_by_library
+    copied = launch.sdpa_backward
 
     def unsteady(*arguments):
         found = copied(*arguments)
         return None if found is None else [x * (1 + 2e-7 * len(took)) for x in found]
 
-    monkeypatch.setattr(launch, "bwd_by_library", unsteady)
+    monkeypatch.setattr(launch, "sdpa_backward", unsteady)
     check(reference, attention)
     assert took == ["fwd", "bwd"]
-    monkeypatch.setattr(launch, "bwd_by_library", lambda *a: [x * 1.5 for x in copied(*a) or ()])
+    monkeypatch.setattr(launch, "sdpa_backward", lambda *a: [x * 1.5 for x in copied(*a) or ()])
     with pytest.raises(AssertionError, match=r"dqkv: .* FAILED"):
         check(reference, attention)
 
@@ -344,14 +344,14 @@ def test_operators_pass_opcheck(took):
 
 def test_gradients_lie_as_compilers_are_told(took, monkeypatch):
     """Tokens first, whatever strides the library gives them."""
-    backward = launch.bwd_by_library
+    backward = launch.sdpa_backward
 
     def heads_first(*arguments):
         found = backward(*arguments)
         assert found is not None
         return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
 
-    monkeypatch.setattr(launch, "bwd_by_library", heads_first)
+    monkeypatch.setattr(launch, "sdpa_backward", heads_first)
     inputs = {n: x.detach() for n, x in _separate().items()}
     ops = torch.ops.fastvit_kernels
     out, lse = ops.sdpa_fwd(*inputs.values(), None, None, 0.25, 0.0, False)
@@ -415,20 +415,18 @@ def test_a_second_derivative_raises(took):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_cudas_kernels_take_what_they_are_given(choice, kernels, is_causal, monkeypatch):
     set_deterministic(False)
-    monkeypatch.setattr(
-        by_library, "sdpa_choice", lambda *_, **__: getattr(SDPBackend, choice).value
-    )
+    monkeypatch.setattr(cudnn, "sdpa_choice", lambda *_, **__: getattr(SDPBackend, choice).value)
     assert None not in kernels
     with FakeTensorMode():
         qkv = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda")
         q, k, v = qkv.unbind(2)
-        found = by_library.fwd_by_library((q, k, v), 0.125, is_causal)
+        found = cudnn.sdpa_forward((q, k, v), 0.125, is_causal)
         assert found is not None
         out, lse = found
         assert out.shape == q.shape and out.is_contiguous() and out.dtype is bf16
         assert lse.shape == (2, 4, 70) and lse.is_contiguous() and lse.dtype is fp32
         rows = launch.empty_rows(out)
-        grads = by_library.bwd_by_library(out, (q, k, v), out, rows, 0.125, is_causal)
+        grads = cudnn.sdpa_backward(out, (q, k, v), out, rows, 0.125, is_causal)
         assert grads is not None and {x.shape for x in grads} == {q.shape}
 
 
@@ -437,10 +435,10 @@ def test_where_torch_would_take_another_ours_runs(monkeypatch):
     with FakeTensorMode():
         heads = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda").unbind(2)
         for choice in (-1, SDPBackend.MATH.value, SDPBackend.EFFICIENT_ATTENTION.value):
-            monkeypatch.setattr(by_library, "sdpa_choice", lambda *_, choice=choice, **__: choice)
-            assert by_library.fwd_by_library(heads, 0.125, False) is None
+            monkeypatch.setattr(cudnn, "sdpa_choice", lambda *_, choice=choice, **__: choice)
+            assert cudnn.sdpa_forward(heads, 0.125, False) is None
             out, lse = heads[0], torch.empty(2, 4, 70, device="cuda")
-            assert by_library.bwd_by_library(out, heads, out, lse, 0.125, False) is None
+            assert cudnn.sdpa_backward(out, heads, out, lse, 0.125, False) is None
 
 
 # The table

@@ -34,7 +34,7 @@ from fastvit_kernels import (
     varlen_attention,
 )
 from fastvit_kernels.fuse.backend import Options, rewrite
-from fastvit_kernels.ops.common import grad_epilogue
+from fastvit_kernels.ops.common import grad_handoff
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.compat import define_torchvision_operators
@@ -262,8 +262,8 @@ PROVIDERS_OF_DROPPED = {
 @contextmanager
 def _as_in_a_graph() -> Iterator[None]:
     """Without the one thing that a graph of torch.compile does not do: it has no nodes on which a
-    norm's backward could leave something (grad_epilogue.py)."""
-    with backend("triton"), patch.object(grad_epilogue, "_compiling", lambda: True):
+    norm's backward could leave something (grad_handoff.py)."""
+    with backend("triton"), patch.object(grad_handoff, "_compiling", lambda: True):
         yield
 
 

@@ -25,8 +25,8 @@ from ..common.gemm import is_unpipelined, needs_fence
 from . import configs
 from .backward_one_pass import _attention_bwd_one_pass_kernel
 from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
-from .by_library import bwd_by_library, fwd_by_library
 from .configs import BwdForm, FwdConfig, OnePassConfig, SplitConfig, own_bwd, own_fwd
+from .cudnn import sdpa_backward, sdpa_forward
 from .forward import _attention_fwd_kernel
 from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
 
@@ -64,7 +64,7 @@ class Problem(NamedTuple):
         mask = f"{self.mask}+dropout" if self.dropout else self.mask
         return DTYPE_NAMES[self.dtype], sum(split_head_dim(D)), tokens, mask, heads
 
-    def is_by_library(self, config: FwdConfig | BwdForm) -> bool:
+    def is_sdpa(self, config: FwdConfig | BwdForm) -> bool:
         """Of as many queries as keys: of others flash aligns causal scores by the last."""
         return config.route == "library" and self.shape[1] == self.T_kv
 
@@ -208,7 +208,7 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
     form = BwdForm(one_pass=False)
     if not T_q <= 64 < T_kv:  # in one pass eight warps would repeat the scores of few queries
         form = configs.BWD_TABLE.choose(problem.gpu, *key)
-        if problem.is_by_library(form) and not own:
+        if problem.is_sdpa(form) and not own:
             return BwdLaunch(None, ())
         form = own_bwd(problem.gpu, *key) if form.route != "triton" else form
     if not form.one_pass:
@@ -331,7 +331,7 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
     layouts = Layouts(gpu, *fields)
     problem = Problem(*layouts.problem())
     config = configs.FWD_TABLE.choose(gpu, *problem.key())
-    if not own and problem.is_by_library(config):
+    if not own and problem.is_sdpa(config):
         return FwdCall(None, ())
     if config.route == "gluon" and of_qkv and not INTERPRETED:
         from .forward_pingpong import fwd_pingpong
@@ -509,7 +509,7 @@ def launch_fwd(
     )
     call = fwd_call(*layouts, of_qkv=packed is not None and packed.is_contiguous())
     if call.launch is None:
-        if (found := fwd_by_library(qkv, scale, is_causal)) is not None:
+        if (found := sdpa_forward(qkv, scale, is_causal)) is not None:
             return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
         call = fwd_call(*layouts, own=True)
         assert call.launch is not None
@@ -595,7 +595,7 @@ def launch_bwd(
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
         return packed[0].unbind(2), None
     if call.one_pass is None and call.dq is None:
-        found = bwd_by_library(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
+        found = sdpa_backward(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
         if found is not None:
             if grads is None:
                 return [x.contiguous() for x in found], None

@@ -28,7 +28,7 @@ from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from .activation import activate, activate_and_derivative
 from .gemm import matmul
 from .reduction import column_sum
-from .samples import keeps_some, pass_dropped, stream_rows
+from .samples import is_sample_subset, pass_dropped, stream_rows
 
 # Tile of (rows, columns), warps. Not yet measured. With four warps the forward spills on sm_90.
 BLOCK_R, BLOCK_N, NUM_WARPS = 16, 128, 4
@@ -259,7 +259,7 @@ def epilogue_arguments(
     rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
     if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
-        rows_per_sample, keep_scale, some = *_of_kept(row_scale, residual.shape[0], M), True
+        rows_per_sample, keep_scale, some = *subset_scale(row_scale, residual.shape[0], M), True
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     if residual is not None:
@@ -274,7 +274,7 @@ def epilogue_arguments(
     return pointers, (rows_per_sample, stride_residual_m, keep_scale), flags
 
 
-def _of_kept(samples: Tensor, B: int, M: int) -> tuple[int, float]:
+def subset_scale(samples: Tensor, B: int, M: int) -> tuple[int, float]:
     """(rows of a sample, B / S) of M rows of kept samples."""
     S = samples.shape[0] - B
     return M // S, B / S
@@ -409,12 +409,12 @@ def backward_epilogue(
         sum_m row_scale * dy * act(z), side by side, of those that are wanted.
     """
     M, N = dy.shape
-    device, some = dy.device, keeps_some(row_scale)
+    device, some = dy.device, is_sample_subset(row_scale)
     rows_per_sample, keep_scale = 1, 1.0
-    if keeps_some(row_scale):
+    if is_sample_subset(row_scale):
         rows_per_sample = M // batch
         M = rows_per_sample * (row_scale.shape[0] - batch)
-        _, keep_scale = _of_kept(row_scale, batch, M)
+        _, keep_scale = subset_scale(row_scale, batch, M)
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
@@ -469,7 +469,7 @@ def scaled_rows(
 
 def rows_shape(dy: Tensor, row_scale: Tensor | None) -> tuple[int, ...]:
     """Leading axes of x, of dy (B, ..., N): those of kept samples where row_scale keeps some."""
-    if not keeps_some(row_scale):
+    if not is_sample_subset(row_scale):
         return tuple(dy.shape[:-1])
     return row_scale.shape[0] - dy.shape[0], *dy.shape[1:-1]
 

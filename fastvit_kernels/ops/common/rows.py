@@ -114,7 +114,7 @@ def rows_to_hand_over(
     SUBSET: tl.constexpr,
     WRITE_D: tl.constexpr,
 ):
-    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries (grad_epilogue.py).
+    """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries (grad_handoff.py).
     Where SUBSET, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
     d = dx.to(tl.float32)
     if HAS_ROW_SCALE:

@@ -90,7 +90,7 @@ def place_samples(order: Tensor, num_kept: int) -> Tensor:
     return samples
 
 
-def keeps_some(row_scale: Tensor | None) -> TypeGuard[Tensor]:
+def is_sample_subset(row_scale: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a row_scale is what `keep_samples` gave."""
     return row_scale is not None and row_scale.dtype is torch.int64
 
@@ -102,7 +102,7 @@ def kept_shape(x: Tensor, samples: Tensor | None) -> Sequence[int]:
 
 def shape_of_d(x: Tensor, row_scale: Tensor | None) -> Sequence[int]:
     """The shape of row_scale * dx, which a norm's backward leaves for the layer that made x."""
-    return kept_shape(x, row_scale if keeps_some(row_scale) else None)
+    return kept_shape(x, row_scale if is_sample_subset(row_scale) else None)
 
 
 def kept_rows(x: Tensor, samples: Tensor) -> Tensor:

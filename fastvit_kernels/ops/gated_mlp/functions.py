@@ -40,8 +40,9 @@ from ...runtime.arguments import (
 )
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
+from ..common import grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
-from ..common.grad_epilogue import Reads, layer_gradients, reads_of, register, takes_rows
+from ..common.grad_handoff import Reads, layer_gradients
 from ..linear.functions import by_library, is_by_library, linear_fwd, linear_ref
 from .kernels import MAX_NORM_F
 from .launch import gated_hidden_fwd, gated_mlp_bwd
@@ -106,7 +107,7 @@ class GatedMlpSpec(NamedTuple):
     fc2_by_library: bool  # with the residual, in few calls, where the route is eager
 
 
-@takes_rows
+@grad_handoff.register
 class GatedMlpFunction(torch.autograd.Function):
     """`gated_hidden_fwd` and `linear_fwd` forward, one `gated_mlp_bwd` backward."""
 
@@ -161,7 +162,7 @@ class GatedMlpFunction(torch.autograd.Function):
             stats if saves_z and norm_weight is not None else None,
         )
         ctx.spec = spec
-        register(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
@@ -283,7 +284,7 @@ def _decide(
     needs_dhidden = needs_gradient(*operands[:3], *operands[5:], norm_weight, norm_bias)
     needs_hidden = needs_dfc2_weight or needs_dlayer_scale
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = reads_of(
+    reads = grad_handoff.offer(
         dtype,
         out_dtype,
         fc2_bias,

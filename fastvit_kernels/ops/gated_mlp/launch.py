@@ -11,7 +11,7 @@ from torch import Tensor
 from ...runtime.arguments import contiguous, empty, empty_gradients
 from ...runtime.operator import operator
 from ..common import epilogue, gemm
-from ..common.late import LATE
+from ..common.deferred import deferred
 from ..common.reduction import column_sum
 from .kernels import gate_bwd, gate_fwd
 
@@ -313,7 +313,7 @@ def gated_mlp_bwd(
             if dbias_dtype is not None:
                 dbiases[i] = _column_sum(partial, first, rows, dbias_dtype)
             if dweight_dtype is not None and x is not None:
-                x = LATE.read(x)
+                x = deferred.read(x)
                 dweights[i] = gemm.matmul(dhalf.t(), x.reshape(M, -1), out_dtype=dweight_dtype)
             if dx_dtype is None or weight is None:
                 continue

@@ -16,7 +16,7 @@ Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the comp
 what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
 Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
 inside; gemm_configs.py decides. Files: launch.py, kernels.py. Derivation: docs/linear.md.
-d and g come from the backward of a LayerNorm that reads y, where one does: common/grad_epilogue.py.
+d and g come from the backward of a LayerNorm that reads y, where one does: common/grad_handoff.py.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from ...runtime.backend import gpu
 from ...runtime.compat import FakeTensor, needs_dispatcher
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
+from ..common import grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.gemm_configs import fwd_config
-from ..common.grad_epilogue import Reads, layer_gradients, pop, reads_of, register, takes_rows
+from ..common.grad_handoff import Reads, layer_gradients
 from ..common.samples import add_kept
 from .launch import linear_bwd, linear_by_library_bwd, linear_fwd
 
@@ -101,7 +102,7 @@ class LinearSpec(NamedTuple):
     is_repeatable: bool  # y from its residual and what is saved, in one product no wider than y
 
 
-@takes_rows
+@grad_handoff.register
 class LinearFunction(torch.autograd.Function):
     """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
 
@@ -129,7 +130,7 @@ class LinearFunction(torch.autograd.Function):
             row_scale if spec.saves_scales else None,
         )
         ctx.spec = spec
-        register(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
@@ -139,7 +140,7 @@ class LinearFunction(torch.autograd.Function):
         return layer_gradients(ctx, dy, linear_bwd, options, bias=2, layer_scale=4)
 
 
-@takes_rows
+@grad_handoff.register
 class LinearByLibraryFunction(torch.autograd.Function):
     """(x, weight, bias, residual) -> y in few calls: at small batches the host's time decides.
 
@@ -150,14 +151,14 @@ class LinearByLibraryFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, reads):
         needs_dx, needs_dweight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
-        register(ctx, reads, None)
+        grad_handoff.publish(ctx, reads, None)
         return by_library(x, weight, bias, residual)
 
     @staticmethod
     @first_order("linear")
     def backward(ctx, dy):
         needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
-        _, _, _, known = pop(ctx, dy, None, None)
+        _, _, _, known = grad_handoff.take(ctx, dy, None, None)
         dx, dweight, dbias = linear_by_library_bwd[backward_route(EAGER, dy)](
             dy, *ctx.saved_tensors, needs_dbias and known is None
         )
@@ -221,7 +222,7 @@ def _decide(
     route = choose_route("linear", unsupported, *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = reads_of(
+    reads = grad_handoff.offer(
         dtype,
         out_dtype,
         bias,

@@ -12,11 +12,11 @@ from ...runtime.arguments import as_rows, contiguous, empty, empty_gradients
 from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ..common import epilogue, gemm
+from ..common.deferred import deferred
 from ..common.gemm import tile_launch, tile_plan
 from ..common.gemm_configs import fwd_config
-from ..common.late import LATE
 from ..common.reduction import column_sum
-from ..common.samples import keeps_some
+from ..common.samples import is_sample_subset
 from .kernels import _linear_fwd_kernel
 
 
@@ -30,7 +30,7 @@ def _empty_fwd(
     save_z: bool,
 ) -> tuple[Tensor, Tensor]:
     shape = (*x.shape[:-1], weight.shape[0])
-    y_shape = residual.shape if keeps_some(row_scale) and residual is not None else shape
+    y_shape = residual.shape if is_sample_subset(row_scale) and residual is not None else shape
     y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
     (z,) = empty_gradients(x.device, (shape, x.dtype if save_z and activation else None))
     return y, z
@@ -78,14 +78,14 @@ def linear_fwd(
         plan = tile_plan(config, rows, weight, transposed=True, plain=has_more)
     if plan is None:
         plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
-        late = None  # a bias of another dtype joins in the epilogue, where that need not save z
+        last_bias = None  # one of another dtype joins in the epilogue, where that need not save z
         if bias is not None and bias.dtype != x.dtype and not (activation or plain):
-            bias, late = None, bias
+            bias, last_bias = None, bias
         z = gemm.product_with_bias(x, weight, bias)
         if plain and residual is not None:
             return z.add_(residual), no_z
         y = x.new_empty(y_shape, dtype=out_dtype)
-        epilogue.apply_epilogue(y, z, activation, layer_scale, row_scale, residual, late)
+        epilogue.apply_epilogue(y, z, activation, layer_scale, row_scale, residual, last_bias)
         return y, z if save_z else no_z
     y = x.new_empty(y_shape, dtype=out_dtype)
     z = x.new_empty(shape) if save_z else no_z
@@ -178,7 +178,7 @@ def linear_bwd(
         return grads
     N = dy.shape[-1]
     M = math.prod(epilogue.rows_shape(dy, row_scale))
-    x_rows = None if x is None else LATE.read(x).reshape(M, x.shape[-1])
+    x_rows = None if x is None else deferred.read(x).reshape(M, x.shape[-1])
     if activation:
         assert z is not None
         dz, partial = epilogue.backward_epilogue(

@@ -34,8 +34,9 @@ from ...runtime.arguments import (
 from ...runtime.compat import reads_last, saves_are_own
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import EAGER, Route, differentiable
+from ..common import grad_handoff
 from ..common.activation import check_activation
-from ..common.grad_epilogue import Reads, layer_gradients, reads_of, register, takes_rows
+from ..common.grad_handoff import Reads, layer_gradients
 from ..gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from ..linear.functions import linear_fwd, linear_ref
 from .launch import mlp_bwd
@@ -88,7 +89,7 @@ class MlpSpec(NamedTuple):
     reads: Reads | None
 
 
-@takes_rows
+@grad_handoff.register
 class MlpFunction(torch.autograd.Function):
     """Two `linear_fwd` forward, one `mlp_bwd` backward, which rebuilds act(z) if asked."""
 
@@ -125,7 +126,7 @@ class MlpFunction(torch.autograd.Function):
             row_scale,
         )
         ctx.spec, ctx.owns_z = spec, spec.route == EAGER and saves_are_own()
-        register(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.reads, row_scale)
         return y
 
     @staticmethod
@@ -184,7 +185,7 @@ def _decide(
     needs_act = needs_dfc2_weight or needs_dlayer_scale
     unsupported = next(filter(None, reasons), None)
     out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = reads_of(
+    reads = grad_handoff.offer(
         dtype,
         out_dtype,
         fc2_bias,

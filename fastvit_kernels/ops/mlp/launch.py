@@ -12,9 +12,9 @@ from ...runtime.backend import gpu
 from ...runtime.operator import operator
 from ...runtime.triton import triton
 from ..common import epilogue, gemm
+from ..common.deferred import deferred
 from ..common.gemm import tile_launch, tile_plan
 from ..common.gemm_configs import HIDDEN_TABLE, gemm_key
-from ..common.late import LATE
 from ..common.reduction import column_sum
 from .kernels import _mlp_bwd_hidden_kernel
 
@@ -202,7 +202,7 @@ def mlp_bwd(
     )
     act_rows = rebuilt = None  # before x and dx take memory
     if dz is not None and dfc1_weight_dtype is not None and x is not None:
-        gemm.matmul(dz.t(), LATE.read(x).reshape(M, x.shape[-1]), out=dfc1_weight)
+        gemm.matmul(dz.t(), deferred.read(x).reshape(M, x.shape[-1]), out=dfc1_weight)
     if dz is not None and dx_dtype is not None and fc1_weight is not None:
         dx = gemm.matmul(dz, fc1_weight, out_dtype=dx_dtype).view(*shape, -1)
     return dx, *grads[1:]

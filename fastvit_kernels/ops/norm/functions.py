@@ -19,7 +19,7 @@ program, summed in a fixed order by a second kernel. No atomics.
 The `_and_input` variants norm some samples alone where they are told which (common/samples.py): y
 and dy have their rows, x and dx those of all.
 Where a linear layer gave x, the backward kernel also writes what that one's backward reads of dx,
-d = row_scale * dx in its dtype, and the partials of sum_rows d: common/grad_epilogue.py.
+d = row_scale * dx in its dtype, and the partials of sum_rows d: common/grad_handoff.py.
 Sources: arXiv:1607.06450, arXiv:1910.07467. Derivations: docs/layer_norm.md, docs/rms_norm.md.
 """
 
@@ -44,7 +44,8 @@ from ...runtime.arguments import (
 from ...runtime.backend import dtype_reason
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Operator, Route, differentiable
-from ..common.grad_epilogue import consumer_of, dtype_of_sums, stash
+from ..common import grad_handoff
+from ..common.grad_handoff import consumer_of, dtype_of_sums
 from ..common.rows import MAX_C
 from ..common.samples import kept_rows
 from .launch import (
@@ -184,7 +185,7 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
             g_dtype is not None,
             samples,
         )
-        stash(reader, dx, d, sums)
+        grad_handoff.put(reader, dx, d, sums)
         sums = as_dtype(sums, spec.param_dtype)
     if not needs_dparams:
         return dx, None, None

@@ -27,7 +27,7 @@ from ...runtime.operator import Operator, operator
 from ...runtime.triton import bind_launch, triton
 from ..common.reduction import column_sum
 from ..common.rows import block_width, bwd_programs, bwd_stages, norm_tables
-from ..common.samples import keeps_some, kept_shape, shape_of_d
+from ..common.samples import is_sample_subset, kept_shape, shape_of_d
 from .kernels import _norm_bwd_kernel, _norm_fwd_kernel
 
 TABLES = {True: norm_tables("layer_norm"), False: norm_tables("rms_norm")}  # by center
@@ -243,7 +243,7 @@ def _launch_bwd(
         d_dtype is not None,
         needs_g,
         0 if samples is None else samples.shape[0],
-        row_scale.shape[0] if keeps_some(row_scale) else 0,
+        row_scale.shape[0] if is_sample_subset(row_scale) else 0,
         dy.stride(),
         None if dresidual is None else dresidual.stride(),
         x.stride(),

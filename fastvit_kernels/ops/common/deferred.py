@@ -1,9 +1,9 @@
 """What a hook makes of a saved tensor again, made where a backward reads it, not where it unpacks.
 
-with LATE:
-    x, z = ctx.saved_tensors  # the hook gives `LATE.made(...)` for x: no memory yet
+with deferred:
+    x, z = ctx.saved_tensors  # the hook gives `deferred.stand_in(...)` for x: no memory yet
     ...                       # what takes memory, and reads no x
-    x = LATE.read(x)
+    x = deferred.read(x)
 """
 
 import threading
@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime.compat import place_of_storage
 
 
-class _Late(threading.local):
+class _Deferred(threading.local):
     makers: dict[int, Callable[[], Tensor]] | None = None  # by the place of what stands in
 
     def __enter__(self) -> None:
@@ -24,7 +24,7 @@ class _Late(threading.local):
     def __exit__(self, *error: object) -> None:
         self.makers = None
 
-    def made(self, like: Tensor, shape: torch.Size, make: Callable[[], Tensor]) -> Tensor:
+    def stand_in(self, like: Tensor, shape: torch.Size, make: Callable[[], Tensor]) -> Tensor:
         """What `make` gives; inside, one element like it in its place."""
         if self.makers is None:
             return make()
@@ -36,4 +36,4 @@ class _Late(threading.local):
         return x if make is None else make()
 
 
-LATE = _Late()
+deferred = _Deferred()

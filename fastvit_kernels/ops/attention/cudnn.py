@@ -32,7 +32,7 @@ def _kernels(heads: Sequence[Tensor], scale: float, is_causal: bool) -> Any:
     return ON_CUDA.get(sdpa_choice(*heads, None, 0.0, is_causal, scale=scale), NONE)
 
 
-def fwd_by_library(
+def sdpa_forward(
     qkv: Sequence[Tensor], scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor] | None:
     """out (B, T, H, D) and lse (B, H, T) of q, k, v (B, T, H, D); None where ours must run."""
@@ -45,7 +45,7 @@ def fwd_by_library(
     return out.transpose(1, 2).contiguous(), (lse.reshape(out.shape[:3]) * LOG2E).contiguous()
 
 
-def bwd_by_library(
+def sdpa_backward(
     dout: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, scale: float, is_causal: bool
 ) -> list[Tensor] | None:
     """dq, dk and dv (B, T, H, D), in strides of the library's; None where ours must run."""

@@ -10,7 +10,7 @@ from replaced import operators, replace_operator
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
-from fastvit_kernels.ops.common import grad_epilogue
+from fastvit_kernels.ops.common import grad_handoff
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
 from fastvit_kernels.ops.linear.functions import linear, linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
@@ -95,7 +95,7 @@ def seen(monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("scales", [(), ("layer_scale",), ("row_scale",), SCALES], ids="-".join)
 @pytest.mark.parametrize("low", [fp16, bf16, fp32], ids=str)
-def test_grad_epilogue_gradients(op, scales, low, seen):
+def test_grad_handoff_gradients(op, scales, low, seen):
     inputs = _inputs(op, low, *scales)
     assert_accurate(_fused(op), _reference(op), inputs)
     if low == fp32 and op == "linear" and not scales:
@@ -125,7 +125,7 @@ def _rms_norm_ref(x, weight, bias):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("scales", [(), SCALES], ids=["plain", "scales"])
-def test_grad_epilogue_from_rms_norm(op, scales, seen):
+def test_grad_handoff_from_rms_norm(op, scales, seen):
     inputs = _inputs(op, fp16, *scales) | {"norm_bias": None}
     reference = _reference(op, norm=_rms_norm_ref)
     assert_accurate(_fused(op, norm=_rms_norm_and_input), reference, inputs)
@@ -135,7 +135,7 @@ def test_grad_epilogue_from_rms_norm(op, scales, seen):
 
 
 @pytest.mark.parametrize("frozen", ["fc2_weight", "fc2_bias", "fc1_weight", "layer_scale", "x"])
-def test_grad_epilogue_to_a_gated_mlp_with_frozen_parts(frozen, seen):
+def test_grad_handoff_to_a_gated_mlp_with_frozen_parts(frozen, seen):
     inputs = _inputs("gated_mlp", fp16, *SCALES)
     inputs[frozen].requires_grad_(False)
     assert_accurate(_fused("gated_mlp"), _reference("gated_mlp"), inputs)
@@ -144,7 +144,7 @@ def test_grad_epilogue_to_a_gated_mlp_with_frozen_parts(frozen, seen):
 
 @pytest.mark.parametrize("op", ["linear", "mlp"])
 @pytest.mark.parametrize("norm_dtype", [fp32, bf16], ids=str)
-def test_grad_epilogue_to_a_norm_alone_and_other_dtypes(op, norm_dtype, seen):
+def test_grad_handoff_to_a_norm_alone_and_other_dtypes(op, norm_dtype, seen):
     """A final norm reads x alone; its parameters may have another dtype than the bias."""
     inputs = _inputs(op, bf16, "row_scale", norm_dtype=norm_dtype)
     inputs["residual"] = inputs["residual"].detach().to(bf16).requires_grad_()
@@ -157,13 +157,13 @@ def test_grad_epilogue_to_a_norm_alone_and_other_dtypes(op, norm_dtype, seen):
 
 
 @pytest.mark.parametrize("op", ["linear", "mlp"])
-def test_grad_epilogue_without_bias(op, seen):
+def test_grad_handoff_without_bias(op, seen):
     assert_accurate(_fused(op), _reference(op), _inputs(op, fp16, *SCALES, bias=False))
     assert seen == [(f"{op}_bwd", fp16, (False, False))]
 
 
 @pytest.mark.parametrize("scales", [(), SCALES], ids=["plain", "scales"])
-def test_grad_epilogue_with_frozen_parts(scales):
+def test_grad_handoff_with_frozen_parts(scales):
     """Each set of inputs that require a gradient, of the layer and of the norm."""
     parts = ["x", "weight", "bias", "norm_weight", *scales[:1]]
     for wanted in itertools.product([False, True], repeat=len(parts)):
@@ -204,14 +204,14 @@ BETWEEN = {
 
 @pytest.mark.parametrize("op", ["linear", "mlp"])
 @pytest.mark.parametrize("between", BETWEEN)
-def test_grad_epilogue_is_taken_only_where_nothing_came_between(op, between, seen):
+def test_grad_handoff_is_taken_only_where_nothing_came_between(op, between, seen):
     twist, taken = BETWEEN[between]
     assert_accurate(_fused(op, twist), _reference(op, twist), _inputs(op, fp16, *SCALES))
     assert seen == [(f"{op}_bwd", fp16 if taken else fp32, (not taken, taken))]
 
 
 @pytest.mark.parametrize("use", ["before", "after", "norm"])
-def test_grad_epilogue_of_an_input_with_another_use(use, seen):
+def test_grad_handoff_of_an_input_with_another_use(use, seen):
     def run(function, norm, norm_weight, norm_bias, **inputs):
         x = function(**inputs)
         other = x * 3 if use == "before" else None
@@ -231,7 +231,7 @@ def test_grad_epilogue_of_an_input_with_another_use(use, seen):
     assert seen == [("mlp_bwd", fp32, (True, False))]
 
 
-def test_grad_epilogue_at_two_backwards_and_at_one_that_stops(seen):
+def test_grad_handoff_at_two_backwards_and_at_one_that_stops(seen):
     inputs = _inputs("linear", fp16, *SCALES)
     leaves = [x for x in inputs.values() if x.requires_grad]
     between = []
@@ -248,7 +248,7 @@ def test_grad_epilogue_at_two_backwards_and_at_one_that_stops(seen):
     assert torch.equal(stale[3], torch.ones_like(x))
 
 
-def test_grad_epilogue_under_a_checkpoint(seen):
+def test_grad_handoff_under_a_checkpoint(seen):
     """A block inside, the norm that reads its output in the next one."""
     inputs = _inputs("mlp", fp16, *SCALES)
 
@@ -267,15 +267,15 @@ def test_grad_epilogue_under_a_checkpoint(seen):
     assert [call[1] for call in seen] == [fp16, fp16]
 
 
-def test_grad_epilogue_between_streams(seen, monkeypatch):
+def test_grad_handoff_between_streams(seen, monkeypatch):
     """Autograd frees dx with regard to the stream that reads it; d and g it does not know."""
     streams = iter((1, 2))
-    monkeypatch.setattr(grad_epilogue, "_stream", lambda x: next(streams))
+    monkeypatch.setattr(grad_handoff, "_stream", lambda x: next(streams))
     assert_accurate(_fused("mlp"), _reference("mlp"), _inputs("mlp", fp16, *SCALES))
     assert seen == [("mlp_bwd", fp32, (True, False))]
 
 
-def test_grad_epilogue_in_another_backward():
+def test_grad_handoff_in_another_backward():
     """One ends at the norm's input; what came of it changes, past its version, before the next."""
 
     def gradients(run):
@@ -294,7 +294,7 @@ def test_grad_epilogue_in_another_backward():
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_grad_epilogue_in_torch_compile():
+def test_grad_handoff_in_torch_compile():
     """Its graphs have no nodes to look at: the layer reads dx itself."""
     torch.compiler.reset()
     run = torch.compile(lambda kw: _fused("linear")(**kw), fullgraph=True, backend="aot_eager")
@@ -302,7 +302,7 @@ def test_grad_epilogue_in_torch_compile():
     assert_accurate(lambda **kw: run(kw), _reference("linear"), inputs)
 
 
-def test_grad_epilogue_refuses_a_second_derivative():
+def test_grad_handoff_refuses_a_second_derivative():
     inputs = _inputs("linear", fp32)
     y, _ = _fused("linear")(**inputs)
     (grad,) = torch.autograd.grad((y * y).sum(), inputs["weight"], create_graph=True)
@@ -310,18 +310,18 @@ def test_grad_epilogue_refuses_a_second_derivative():
         grad.sum().backward()
 
 
-def test_grad_epilogue_keeps_nothing_after_the_backward():
+def test_grad_handoff_keeps_nothing_after_the_backward():
     inputs = _inputs("linear", fp16)
     y, x = _fused("linear")(**inputs)
-    node = grad_epilogue.consumer_of(_fused("linear", norm=lambda t, *a: (t, t))(**inputs)[0])
-    assert node is not None and node.stashed is None
+    node = grad_handoff.consumer_of(_fused("linear", norm=lambda t, *a: (t, t))(**inputs)[0])
+    assert node is not None and node.handed is None
     between = x.grad_fn.next_functions[0][0]
     ((y * y).sum() + x.sum()).backward()
-    assert between.stashed is None
+    assert between.handed is None
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_grad_epilogue_bits_of_d(op, monkeypatch):
+def test_grad_handoff_bits_of_d(op, monkeypatch):
     """d is rounded as the layer would round dx itself: weight gradients keep their bits."""
     inputs = _inputs(op, fp16, *SCALES)
     leaves = [x for x in inputs.values() if x.requires_grad]
@@ -339,7 +339,7 @@ def test_grad_epilogue_bits_of_d(op, monkeypatch):
             assert torch.equal(fused[name], alone[name]), name
 
 
-def test_grad_epilogue_operators_pass_opcheck():
+def test_grad_handoff_operators_pass_opcheck():
     x, dy, dresidual = (rand(B, T, C, seed=i, grad=False) for i in range(3))
     weight, row_scale = rand(C, seed=3, grad=False), torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
     for norm, shape in (("layer_norm", (2, B, T)), ("rms_norm", (B, T))):

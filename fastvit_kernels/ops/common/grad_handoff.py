@@ -1,4 +1,4 @@
-"""What a norm's backward leaves for the linear layer before it, besides the gradient.
+"""Hands the norm's cast gradient and bias sum to the preceding linear's backward.
 
     x = linear(...)       its backward reads d = row_scale * dx in its dtype, and g = sum_rows d
     y = norm(x)           its backward writes dx, and has d and g in registers
@@ -26,7 +26,7 @@ from ...runtime.arguments import as_dtype
 from ...runtime.compat import FakeTensor, graph_task, node_class, raw_stream, version
 from ...runtime.dispatch import backward_route
 from ...runtime.operator import EAGER, Operator
-from .late import LATE
+from .deferred import deferred
 
 _compiling = torch.compiler.is_compiling
 _KNOWN = frozenset({Tensor, FakeTensor})
@@ -40,7 +40,7 @@ class Reads(NamedTuple):
     g_dtype: torch.dtype | None  # None: no g
 
 
-def reads_of(
+def offer(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     bias: Tensor | None,
@@ -62,7 +62,7 @@ def reads_of(
     return Reads(d_dtype, bias.dtype if layer_scale is None else torch.float32)
 
 
-class Stashed(NamedTuple):
+class Handed(NamedTuple):
     """The gradient that d and g belong to, its version, the stream and backward that wrote them."""
 
     gradient: Tensor
@@ -73,16 +73,16 @@ class Stashed(NamedTuple):
     g: Tensor | None
 
 
-def takes_rows(function: Any) -> Any:
-    """Marks an autograd.Function of one output that calls `register` in its forward."""
+def register(function: Any) -> Any:
+    """Marks an autograd.Function of one output that calls `publish` in its forward."""
     node = node_class(function)
     if node is not None:
-        node.row_scale = node.stashed = None  # until one has them
+        node.row_scale = node.handed = None  # until one has them
         _CONSUMERS.add(node)
     return function
 
 
-def register(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
+def publish(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
     """In the forward: a norm that reads the output may leave what `reads` says."""
     ctx.reads = reads
     if row_scale is not None:
@@ -107,10 +107,10 @@ def dtype_of_sums(reader: Any, param_dtype: torch.dtype) -> torch.dtype:
     return param_dtype if reader.reads.g_dtype in (None, param_dtype) else torch.float32
 
 
-def stash(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
+def put(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
     d_dtype, g_dtype = reader.reads
-    reader.stashed = Stashed(
+    reader.handed = Handed(
         gradient,
         version(gradient),
         _stream(gradient),
@@ -120,22 +120,22 @@ def stash(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
     )
 
 
-def pop(
+def take(
     ctx: Any, dy: Tensor, layer_scale: Tensor | None, row_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """In the backward: d and its row_scale, which is None where d has it already; g for a layer
     with a layer_scale, and for one without it the gradient of its bias, which is g. Both None, and
     d dy itself, where nothing was left or dy is another gradient by now."""
-    stashed = None
+    handed = None
     if _CONSUMERS and not _compiling():
-        stashed, ctx.stashed = ctx.stashed, None
-    if stashed is None or stashed.gradient is not dy or stashed.version != version(dy):
+        handed, ctx.handed = ctx.handed, None
+    if handed is None or handed.gradient is not dy or handed.version != version(dy):
         return dy, row_scale, None, None
-    if (stashed.stream, stashed.task) != (_stream(dy), graph_task()):
+    if (handed.stream, handed.task) != (_stream(dy), graph_task()):
         return dy, row_scale, None, None
     if layer_scale is None:
-        return stashed.d, None, None, stashed.g
-    return stashed.d, None, stashed.g, None
+        return handed.d, None, None, handed.g
+    return handed.d, None, handed.g, None
 
 
 def layer_gradients(
@@ -154,7 +154,7 @@ def layer_gradients(
 
     Args:
         operator: (d, *saved, *options, a dtype for each gradient but the residual's, g) -> these
-            gradients, without a dtype empty or None. It takes its first saved by `LATE.read`.
+            gradients, without a dtype empty or None. It takes its first saved by `deferred.read`.
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
     spec = ctx.spec
@@ -168,10 +168,10 @@ def layer_gradients(
     if not any(wanted):
         return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
     route = backward_route(spec.route, dy)
-    with LATE if route == EAGER else nullcontext():  # whose operator reads what is late once
+    with deferred if route == EAGER else nullcontext():  # whose operator reads what is late once
         saved = list(ctx.saved_tensors)
         row_scale = layer_scale + 1
-        d, saved[row_scale], g, known = pop(ctx, dy, saved[layer_scale], saved[row_scale])
+        d, saved[row_scale], g, known = take(ctx, dy, saved[layer_scale], saved[row_scale])
         asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
         grads = operator[route](d, *saved, *options, *asked, g)
     *grads, dlayer_scale = (
