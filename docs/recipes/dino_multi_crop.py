@@ -53,13 +53,12 @@ class Dino(nn.Module):
 
 def crops(images, size, low, high):
     """A box of each picture that has this share of its side, anywhere, at another contrast."""
-    contrast = torch.rand(len(images), 1, 1, 1, device=DEVICE)
+    contrast = 0.6 + 0.8 * torch.rand(len(images), 1, 1, 1, device=DEVICE)
     side = torch.empty(len(images), 1, device=DEVICE).uniform_(low, high)
     middle = (2 * torch.rand(len(images), 2, device=DEVICE) - 1) * (1 - side)
     boxes = torch.cat([torch.diag_embed(side.expand(-1, 2)), middle.unsqueeze(2)], dim=2)
     grid = F.affine_grid(boxes, [len(images), 1, size, size], align_corners=False)
-    boxed = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
-    return boxed * (0.6 + 0.8 * contrast)
+    return contrast * F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 def balanced(scores):
@@ -78,8 +77,8 @@ def loss_of(student, teacher, images):
     with torch.no_grad():
         targets = [balanced(scores) for scores in teacher(large)]
     found = [(scores / TEMPERATURE).log_softmax(-1) for scores in student(large + small)]
-    pairs = [(t, v) for t in range(2) for v in range(6) if t != v]
-    return -sum((targets[t] * found[v]).sum(-1).mean() for t, v in pairs) / len(pairs)
+    pairs = [(targets[t], found[v]) for t in range(2) for v in range(6) if t != v]
+    return -sum((target * view).sum(-1).mean() for target, view in pairs) / len(pairs)
 
 
 @torch.no_grad()

@@ -1,0 +1,71 @@
+"""docs/swap.md: its rule is the package's, its reasons are said, and its calls run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from swapped import images, vit
+
+import fastvit_kernels as fk
+from fastvit_kernels.fuse import rules
+from fastvit_kernels.fuse.backend import fastvit_kernels
+from fastvit_kernels.fuse.graph import Graph
+from fastvit_kernels.fuse.rules import norms
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "swap.md").read_text()
+
+
+def test_the_rule_on_the_page_is_the_packages():
+    (shown,) = re.findall(r"^```python\n(def .*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown == inspect.getsource(norms.layer_norm)
+    for name in re.findall(r"`g\.(\w+)\(", PAGE):
+        assert hasattr(Graph, name), name
+
+
+def test_the_reasons_on_the_page_are_said():
+    sources = "\n".join(p.read_text() for p in (ROOT / "fastvit_kernels" / "fuse").rglob("*.py"))
+    rows = re.findall(r"^\| `(?:\.\.\. )?([a-z][^`]+)` \| ", PAGE, re.MULTILINE)
+    reasons = [row for row in rows if " " in row and "(" not in row]
+    assert len(reasons) == 5
+    for reason in reasons:
+        assert reason in sources, reason
+
+
+def test_the_calls_of_the_page():
+    x = images()
+    model = torch.compile(vit(), backend=fastvit_kernels, options={"compiler": "eager"})
+    model(x)
+    found = fk.status(model)
+    assert found.share == 1 and len(found.graphs) == 1 and found.left == []
+    assert str(found).startswith("100.0 % of the matmul and attention FLOPs")
+    model = vit()
+    assert fk.swap_in(model, example=x).share == 1
+    assert str(fk.verify(model, x)).startswith("same: ")
+    fk.swap_out(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_rule_is_added_as_the_page_says(monkeypatch):
+    """A rule that declines gives its phrase to the report; one that raises leaves the graph."""
+    seen = []
+
+    def declines(g, n):
+        seen.append(n)
+        norms.need(False, "a head of no interest")
+
+    def raises(g, n):
+        raise RuntimeError("half way")
+
+    added = tuple(rules.Rule(rule, ("linear",)) for rule in (declines, raises))
+    monkeypatch.setattr("fastvit_kernels.fuse.backend.RULES", added)
+    model = vit()
+    with pytest.warns(RuntimeWarning, match="nothing in it is fused"):
+        report = fk.swap_in(model, example=images())
+    reasons = {row.reason for row in report.left}
+    assert seen and report.share == 0 and "the rule raises failed: RuntimeError" in reasons, reasons
+    torch.testing.assert_close(model(images()), vit()(images()))
