@@ -18,6 +18,7 @@ from fastvit_kernels.commands.models import (
     logits_of,
     run_step,
 )
+from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.runtime import backend as runtime_backend, dtypes
 
 ROOT = Path(__file__).parents[2]
@@ -225,8 +226,7 @@ def test_a_name_of_every_library(name):
         assert input_shape(model) == (3, size, size)
         logits = logits_of(model(torch.empty(2, 3, size, size)))
     assert logits.shape == (2, 5)
-    fused = {type(m).__module__.split(".")[0] for m in model.modules()}
-    assert "fastvit_kernels" in fused
+    assert isinstance(model, VisionTransformer) or fk.status(model).graphs  # swapped
 
 
 def test_a_config_on_disk(tmp_path):
