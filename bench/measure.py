@@ -18,17 +18,17 @@ from torch import Tensor
 
 from bench.ops import BASELINE, Draw, Function, Inputs, Op, Provider, Shape
 from bench.rows import OK, ROOF, Row
-from fastvit_kernels.measure.gate import Outcome, failure, judge_op, judged
-from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
-from fastvit_kernels.measure.turns import Contender, attempt, take_turns
-from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify.accuracy import (
+from fastvit_kernels.accuracy.accuracy import (
     Error,
     Reference,
     Tensors,
     convolutions_like_matmuls,
     measure,
 )
+from fastvit_kernels.measure.gate import Outcome, failure, judge_op, judged
+from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
+from fastvit_kernels.measure.turns import Contender, attempt, take_turns
+from fastvit_kernels.runtime.dtypes import DTYPES
 
 WARM_UP = 3
 TURN_MS = 25.0  # measured time of a provider in one turn

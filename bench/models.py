@@ -22,13 +22,13 @@ from bench.measure import MATMUL, Bench, Entry, failed, model_errors
 from bench.ops import BASELINE, SEARCH, VITS
 from bench.rows import OK, Row
 from fastvit_kernels import VisionTransformer, backend, swap_in
+from fastvit_kernels.accuracy.accuracy import Error, Tensors
 from fastvit_kernels.commands.models import build_model, input_shape
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from fastvit_kernels.verify.accuracy import Error, Tensors
 
 VIT = "vit"
 NUM_CLASSES = 1000

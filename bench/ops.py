@@ -1,5 +1,5 @@
 """What is measured of each op: shapes, providers, FLOP and bytes. The rest is in its entry of
-fastvit_kernels/verify: the function, its specification, its tensors.
+fastvit_kernels/accuracy: the function, its specification, its tensors.
 
 A provider is a function of an op's inputs by keyword, with the context that forces its route; or
 the reason why it is not here. FLOP and bytes are those of the mathematics: what any implementation
@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
+from fastvit_kernels.accuracy import cases, op
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     FWD_TABLE,
@@ -38,7 +39,6 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify import cases, op
 
 Function = Callable[..., Any]  # a Tensor, or several
 Inputs = dict[str, Tensor]

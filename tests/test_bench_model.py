@@ -26,9 +26,9 @@ from bench.rows import (
     OK,
 )
 from fastvit_kernels import get_backend, swap_out
+from fastvit_kernels.accuracy.accuracy import measure
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.turns import ROUNDS
-from fastvit_kernels.verify.accuracy import measure
 
 
 def planned(**wanted):

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from ..accuracy.accuracy import Error
+from ..accuracy.cases import cases_on
+from ..accuracy.op import Case
+from ..accuracy.plain_vit import worst_error
+from ..accuracy.runner import Result, first_line, quiet_interpreter, run_case
 from ..runtime.backend import INTERPRETED
 from ..runtime.dtypes import DTYPES
-from ..verify.accuracy import Error
-from ..verify.cases import cases_on
-from ..verify.op import Case
-from ..verify.plain_vit import worst_error
-from ..verify.runner import Result, first_line, quiet_interpreter, run_case
 from . import options
 from .console import (
     ERROR_COLUMNS,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..verify.accuracy import Error
+    from ..accuracy.accuracy import Error
 
 ERROR_COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit")
 

@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..accuracy.accuracy import Error
 from ..fuse.swap import swap_in, swap_out
 from ..measure.model_errors import model_errors
 from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
 from ..runtime.compat import define_torchvision_operators
 from ..runtime.dtypes import DTYPES
-from ..verify.accuracy import Error
 from .console import CommandError, refusing, require
 
 _RENAMED = {  # our (and timm's) name -> the library's own

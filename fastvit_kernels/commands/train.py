@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from ..accuracy.plain_vit import agreement
+from ..accuracy.runner import quiet_interpreter
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend, get_backend
 from ..runtime.files import write_atomically, write_text
-from ..verify.plain_vit import agreement
-from ..verify.runner import quiet_interpreter
 from ..weights.files import read_pickle
 from . import console, figures, options
 from .console import CommandError, refusing, require

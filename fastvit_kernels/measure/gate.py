@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..accuracy.accuracy import Error, Reference, measure
 from ..runtime.configs import recording
-from ..verify.accuracy import Error, Reference, measure
 from .timer import Timer
 
 OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"

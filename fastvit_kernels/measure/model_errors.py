@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..accuracy.accuracy import Error, Tensors, measure_all
 from ..fuse.swap import arguments_of, swap_in
 from ..fuse.verify import tensors
-from ..verify.accuracy import Error, Tensors, measure_all
 
 
 def copied(x: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 checked = False
-poisoned = False  # torch's deterministic algorithms are on to fill memory alone: verify/runner.py
+poisoned = False  # torch's deterministic algorithms are on to fill memory alone: accuracy/runner.py
 
 
 def bits_must_repeat() -> bool:

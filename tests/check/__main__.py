@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastvit_kernels.accuracy.runner import Result, quiet_interpreter
 from fastvit_kernels.commands import check, options
 from fastvit_kernels.commands.console import CommandError, aligned, refusing
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify.runner import Result, quiet_interpreter
 
 from . import all_configs
 from .all_configs import Run

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from fastvit_kernels.accuracy.op import Case, run_backward
+from fastvit_kernels.accuracy.runner import Fault, check, first_line
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.configs import TABLES, Choice, forced, recording
 from fastvit_kernels.runtime.tuned_table import fields
-from fastvit_kernels.verify.op import Case, run_backward
-from fastvit_kernels.verify.runner import Fault, check, first_line
 
 Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.entries.attention import packed_sizes
-from fastvit_kernels.verify.entries.gated_mlp import gated_sizes
-from fastvit_kernels.verify.entries.patch_embed import patch_sizes
-from fastvit_kernels.verify.entries.rope import TABLES
-from fastvit_kernels.verify.op import Case, Draw, Example, Shape, Sizes
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.entries.attention import packed_sizes
+from fastvit_kernels.accuracy.entries.gated_mlp import gated_sizes
+from fastvit_kernels.accuracy.entries.patch_embed import patch_sizes
+from fastvit_kernels.accuracy.entries.rope import TABLES
+from fastvit_kernels.accuracy.op import Case, Draw, Example, Shape, Sizes
 
 
 def padded(columns: int) -> Callable[[Draw, Shape], Tensor]:

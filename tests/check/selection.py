@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from fastvit_kernels.accuracy.op import Case
+from fastvit_kernels.accuracy.runner import Result, run_case
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.tuned_table import fields
-from fastvit_kernels.verify.op import Case
-from fastvit_kernels.verify.runner import Result, run_case
 
 from . import all_configs
 from .all_configs import Run

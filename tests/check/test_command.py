@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastvit_kernels.verify.accuracy import Error
-from fastvit_kernels.verify.runner import Result
+from fastvit_kernels.accuracy.accuracy import Error
+from fastvit_kernels.accuracy.runner import Result
 
 from . import __main__ as command, worker
 from .__main__ import main

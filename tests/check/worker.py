@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from fastvit_kernels.accuracy.cases import cases_on
+from fastvit_kernels.accuracy.op import Case
+from fastvit_kernels.accuracy.runner import Result, device_lost, quiet_interpreter, run_case
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify.cases import cases_on
-from fastvit_kernels.verify.op import Case
-from fastvit_kernels.verify.runner import Result, device_lost, quiet_interpreter, run_case
 
 from . import all_configs
 from .all_configs import Reached, Run

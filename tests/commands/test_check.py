@@ -8,12 +8,12 @@ import pytest
 import torch
 from numerics import DEVICE
 
+from fastvit_kernels.accuracy.accuracy import Error
+from fastvit_kernels.accuracy.cases import OPS, check_cases
+from fastvit_kernels.accuracy.op import SMALL
+from fastvit_kernels.accuracy.runner import Result, run_case
 from fastvit_kernels.commands import check, cli
 from fastvit_kernels.runtime.backend import get_backend
-from fastvit_kernels.verify.accuracy import Error
-from fastvit_kernels.verify.cases import OPS, check_cases
-from fastvit_kernels.verify.op import SMALL
-from fastvit_kernels.verify.runner import Result, run_case
 
 pytest.importorskip("rich")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fastvit_kernels import create_vit
+from fastvit_kernels.accuracy import plain_vit
 from fastvit_kernels.commands import cli, train as command
 from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend
-from fastvit_kernels.verify import plain_vit
 from fastvit_kernels.weights.files import read_pickle
 
 pytest.importorskip("rich")

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 
+from fastvit_kernels.accuracy.op import run_backward
 from fastvit_kernels.ops.attention.functions import attention
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention
 from fastvit_kernels.ops.attention.varlen import varlen_attention
@@ -29,7 +30,6 @@ from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_an
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import Norm, rope
 from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, recording
-from fastvit_kernels.verify.op import run_backward
 from tests.machine.aot import CompileError, Target
 
 from .examine import Timed, is_modelled, timed

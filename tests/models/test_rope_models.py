@@ -26,9 +26,9 @@ from fastvit_kernels import (
     create_vit,
     load_weights,
 )
+from fastvit_kernels.accuracy.plain_vit import agreement, worst_error
 from fastvit_kernels.models.presets import _PRESETS, preset_names
 from fastvit_kernels.models.rope_tables import RotaryEmbedding
-from fastvit_kernels.verify.plain_vit import agreement, worst_error
 
 bf16 = torch.bfloat16
 SMALL: dict[str, Any] = dict(

@@ -9,12 +9,12 @@ from numerics import DEVICE, rand
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
+from fastvit_kernels.accuracy.accuracy import measure_all
+from fastvit_kernels.accuracy.plain_vit import plain_vit
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.common.samples import add_kept
 from fastvit_kernels.runtime.plain import add_branch
-from fastvit_kernels.verify.accuracy import measure_all
-from fastvit_kernels.verify.plain_vit import plain_vit
 
 bf16, fp32 = torch.bfloat16, torch.float32
 

@@ -28,9 +28,9 @@ from fastvit_kernels import (
     create_vit,
     load_weights,
 )
+from fastvit_kernels.accuracy.accuracy import measure_all
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.models.vit import Block
-from fastvit_kernels.verify.accuracy import measure_all
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
 

@@ -15,12 +15,12 @@ import torch
 from numerics import DEVICE
 
 import fastvit_kernels as fk
+from fastvit_kernels.accuracy import runner
+from fastvit_kernels.accuracy.op import Case
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify import runner
-from fastvit_kernels.verify.op import Case
 from tests.check import __main__ as command, all_configs, selection, worker
 from tests.check.__main__ import main
 from tests.check.config_cases import config_cases

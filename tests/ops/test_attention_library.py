@@ -13,6 +13,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastvit_kernels.accuracy.accuracy import Reference
+from fastvit_kernels.accuracy.runner import check, poisoned
 from fastvit_kernels.ops.attention import configs as attention_configs, cudnn, launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
@@ -34,8 +36,6 @@ from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.compat import CUDNN, FLASH, torch_sdpa
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.values import bits_must_repeat
-from fastvit_kernels.verify.accuracy import Reference
-from fastvit_kernels.verify.runner import check, poisoned
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 TAKEN = [d for d in DTYPES if DEVICE.type == "cpu" or d.itemsize == 2]

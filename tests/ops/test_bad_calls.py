@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastvit_kernels as fk
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.op import Op
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import Op
 
 nan, inf = float("nan"), float("inf")
 

@@ -32,6 +32,8 @@ from fastvit_kernels import (
     rope,
     scaled_dot_product_attention,
 )
+from fastvit_kernels.accuracy.cases import OPS as REGISTRY
+from fastvit_kernels.accuracy.op import Op, Sizes
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import forced_route
@@ -40,8 +42,6 @@ from fastvit_kernels.ops.mlp.functions import mlp_ref
 from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.ops.rope import rope_ref
-from fastvit_kernels.verify.cases import OPS as REGISTRY
-from fastvit_kernels.verify.op import Op, Sizes
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 inf, nan = float("inf"), float("nan")

@@ -12,11 +12,11 @@ from numerics import DEVICE, rand
 from op_facts import single
 
 from fastvit_kernels import backend
+from fastvit_kernels.accuracy.accuracy import convolutions_like_matmuls
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.op import Example, Sizes
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.compat import matmul_precision
-from fastvit_kernels.verify.accuracy import convolutions_like_matmuls
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import Example, Sizes
 
 BACKENDS = torch.backends
 SIZES = Sizes(B=1, T=6, C=32, H=2, F=48, img_size=(8, 12), patch_size=4)

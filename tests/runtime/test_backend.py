@@ -126,8 +126,8 @@ def test_no_kernel_computes_bf16_in_an_interpreter_that_cannot():
     program = (
         "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
         "import torch, fastvit_kernels as fk\n"
-        "from fastvit_kernels.verify.cases import check_cases\n"
-        "from fastvit_kernels.verify.op import SMALL\n"
+        "from fastvit_kernels.accuracy.cases import check_cases\n"
+        "from fastvit_kernels.accuracy.op import SMALL\n"
         "cpu, bf16 = torch.device('cpu'), torch.bfloat16\n"
         "calls = [(c.reference.run, c.function) for c in check_cases(SMALL, cpu, bf16)]\n"
         "def autocast(x): return torch.autocast('cpu', bf16)(fk.linear)(x, x)\n"

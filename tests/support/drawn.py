@@ -62,7 +62,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "fuse/": ("fuse/test_swap_in.py", "fuse/test_report.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
-    "verify/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
+    "accuracy/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
     "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
     "": ("models/test_vit.py",),
 }

@@ -16,12 +16,12 @@ from guard import GuardPages, unwatched
 from numerics import DEVICE
 from torch import Tensor
 
+from fastvit_kernels.accuracy.accuracy import Error, Reference
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.op import SampleShape, Whole, in_precision
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.dtypes import DTYPES as FLOATS
-from fastvit_kernels.verify.accuracy import Error, Reference
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import SampleShape, Whole, in_precision
 
 DTYPES = {**FLOATS, "bool": torch.bool}
 

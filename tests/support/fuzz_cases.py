@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numerics import DEVICE
 from op_facts import FACTS
 
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.op import Arg, Op, SampleShape, Shape, fan_in
 from fastvit_kernels.runtime.dtypes import DTYPES
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.op import Arg, Op, SampleShape, Shape, fan_in
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 

@@ -11,8 +11,8 @@ from numerics import DEVICE, rand
 from torch import nn
 
 from fastvit_kernels import Mlp, backend
+from fastvit_kernels.accuracy.accuracy import measure_all
 from fastvit_kernels.runtime.compat import TorchDispatchMode
-from fastvit_kernels.verify.accuracy import measure_all
 from fastvit_kernels.weights.names import to_timm
 
 bf16, fp32 = torch.bfloat16, torch.float32

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastvit_kernels.verify.accuracy import Error, Function, Inputs, Reference
+from fastvit_kernels.accuracy.accuracy import Error, Function, Inputs, Reference
 
 __all__ = ["DEVICE", "DTYPES", "Error", "assert_accurate", "compare", "dtype_id", "rand"]
 

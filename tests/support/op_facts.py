@@ -1,6 +1,6 @@
 """What tests alone ask of each op: its smallest call, options with bad values, random sizes.
 
-The rest of an op's entry, which `check` and bench read too, is in fastvit_kernels/verify/entries.
+The rest of an op's entry, which `check` and bench read too, is in fastvit_kernels/accuracy/entries.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastvit_kernels.accuracy.cases import OPS
+from fastvit_kernels.accuracy.entries.attention import packed_sizes
+from fastvit_kernels.accuracy.entries.gated_mlp import gated_sizes
+from fastvit_kernels.accuracy.op import Op, Shape
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
-from fastvit_kernels.verify.cases import OPS
-from fastvit_kernels.verify.entries.attention import packed_sizes
-from fastvit_kernels.verify.entries.gated_mlp import gated_sizes
-from fastvit_kernels.verify.op import Op, Shape
 
 
 @dataclass(frozen=True)

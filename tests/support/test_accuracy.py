@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_accurate, compare, rand
 
-from fastvit_kernels.verify.accuracy import ORDERS, Reference, measure, measure_all
-from fastvit_kernels.verify.orders import AnotherOrder
+from fastvit_kernels.accuracy.accuracy import ORDERS, Reference, measure, measure_all
+from fastvit_kernels.accuracy.orders import AnotherOrder
 
 
 def _square(x):

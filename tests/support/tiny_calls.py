@@ -8,7 +8,7 @@ from numerics import DEVICE, rand
 from op_facts import FACTS
 
 import fastvit_kernels as fk
-from fastvit_kernels.verify.cases import OPS as REGISTRY
+from fastvit_kernels.accuracy.cases import OPS as REGISTRY
 
 
 def _op(op, **options):

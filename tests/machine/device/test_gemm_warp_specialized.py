@@ -12,8 +12,8 @@ from fastvit_kernels.ops.linear.functions import linear_ref
 from fastvit_kernels.ops.mlp.functions import mlp_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.verify.accuracy import Reference
-from fastvit_kernels.verify.runner import poisoned
+from fastvit_kernels.accuracy.accuracy import Reference
+from fastvit_kernels.accuracy.runner import poisoned
 from tests.machine.device import ptx_machine
 
 what, dtype, order = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])

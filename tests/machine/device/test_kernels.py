@@ -54,7 +54,7 @@ def test_whole_numbers_give_the_bits_of_float64(where):
 LONG_SUMS = """
 import torch, fastvit_kernels as fk
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
-from fastvit_kernels.verify.accuracy import Reference
+from fastvit_kernels.accuracy.accuracy import Reference
 from tests.machine.device import ptx_machine
 
 torch.manual_seed(0)

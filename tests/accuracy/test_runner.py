@@ -7,10 +7,10 @@ import torch
 from numerics import DEVICE, rand
 
 import fastvit_kernels as fk
+from fastvit_kernels.accuracy.accuracy import Reference
+from fastvit_kernels.accuracy.op import Case
+from fastvit_kernels.accuracy.runner import Fault, check, poisoned, run_case
 from fastvit_kernels.ops.norm.functions import layer_norm_ref
-from fastvit_kernels.verify.accuracy import Reference
-from fastvit_kernels.verify.op import Case
-from fastvit_kernels.verify.runner import Fault, check, poisoned, run_case
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from numerics import DEVICE
 
+from fastvit_kernels.accuracy.runner import device_lost, run_case
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify.runner import device_lost, run_case
 from tests.check import all_configs, isolated, results_cache as cache, selection, worker
 from tests.check.__main__ import main
 from tests.check.isolated import Job, Outcome, run_isolated

@@ -1,7 +1,7 @@
 """What the registry of ops asks: the calls of `check` and of `--all-configs`, and the fuzz test's.
 
 A judge that asks less still says yes, so cases.txt lists what is asked. After a wanted change of an
-entry `python tests/verify/test_entries.py` writes it anew, and its diff says what is asked now.
+entry `python tests/accuracy/test_entries.py` writes it anew, and its diff says what is asked now.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ import pytest
 import torch
 from op_facts import FACTS
 
-from fastvit_kernels.runtime.backend import INTERPRETED
-from fastvit_kernels.runtime.configs import TABLES
-from fastvit_kernels.verify import cases, op as registry
-from fastvit_kernels.verify.cases import OPS, check_cases
-from fastvit_kernels.verify.entries import norms
-from fastvit_kernels.verify.op import (
+from fastvit_kernels.accuracy import cases, op as registry
+from fastvit_kernels.accuracy.cases import OPS, check_cases
+from fastvit_kernels.accuracy.entries import norms
+from fastvit_kernels.accuracy.op import (
     LARGE,
     SMALL,
     Arg,
@@ -30,6 +28,8 @@ from fastvit_kernels.verify.op import (
     Whole,
     in_precision,
 )
+from fastvit_kernels.runtime.backend import INTERPRETED
+from fastvit_kernels.runtime.configs import TABLES
 from tests.check import config_cases as configs, worker
 from tests.check.all_configs import choices_of
 
