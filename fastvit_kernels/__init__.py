@@ -13,7 +13,8 @@ from .runtime.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from .fuse.attention_interface import register_attention as register_attention
-    from .fuse.report import ModelStatus as ModelStatus, SwapReport as SwapReport, status as status
+    from .fuse.report import ModelStatus as ModelStatus, SwapReport as SwapReport
+    from .fuse.status import status as status
     from .fuse.swap import swap_in as swap_in, swap_out as swap_out
     from .fuse.verify import verify as verify
     from .measure.compare import compare as compare
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "fuse.attention_interface": "register_attention",
-    "fuse.report": "ModelStatus SwapReport status",
+    "fuse.report": "ModelStatus SwapReport",
+    "fuse.status": "status",
     "fuse.swap": "swap_in swap_out",
     "fuse.verify": "verify",
     "measure.compare": "compare",

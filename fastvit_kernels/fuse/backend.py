@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,40 +22,13 @@ from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .rules.epilogue import BRANCHES
-from .swapped import Compiler, DropPath, Memory
+from .settings import Options
 from .views import hint, op, shape, val
 
 PRODUCTS = set(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution "
     "scaled_dot_product_attention".split()
 )
-
-
-@dataclass
-class Options:
-    """What `options=` of torch.compile says: ours, and the rest, which is Inductor's."""
-
-    compiler: Compiler = "inductor"
-    memory: Memory = "default"
-    drop_path: DropPath = "mask"
-    rest: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, options: dict[str, Any] | None) -> Options:
-        rest = dict(options or {})
-        known = dict(compiler=Compiler, memory=Memory, drop_path=DropPath)
-        ours = {name: rest.pop(name) for name in known if name in rest}
-        for name, value in ours.items():
-            allowed = get_args(known[name])
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
-        read = cls(**ours, rest=rest)
-        if read.memory == "low" and read.compiler == "inductor":
-            raise ValueError(
-                "memory='low' is for compiler='eager': what Inductor keeps for the backward is set "
-                "by torch._functorch.config.activation_memory_budget"
-            )
-        return read
 
 
 def fastvit_kernels(

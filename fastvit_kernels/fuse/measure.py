@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import select, swap
+from . import select
+from .select import tensors
 from .swapped import swapped_methods
-from .verify import tensors
 
 ROUNDS = 15
 SECONDS = 10.0  # of measuring, after both have warmed up
 
 
-def measure_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def measure_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    undo: Callable[[], None],
+) -> str:
     """Keep the swap only if the step, forward and backward, is faster by more than the noise.
 
     Gradients, buffers and random numbers are as before at the end. The step is measured in the mode
@@ -32,9 +37,9 @@ def measure_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     step = _step_of(model, args, kwargs)
     try:
         with select.kept(model):
-            times = _in_turns(model, swapped, step)
+            times = _in_turns(swapped, step, undo)
     except BaseException:
-        swap.swap_out(model)
+        undo()
         raise
     finally:
         for p, grad in before:
@@ -44,7 +49,7 @@ def measure_step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     said = f"host {host:.1f} ms, fused {fused:.1f} ms a step"
     if fused < host - noise:
         return f"{said}: {host / fused:.2f}x"
-    swap.swap_out(model)
+    undo()
     what = "within the noise" if fused <= host + noise else "slower here"
     return f"{said}: {what}, swapped out again"
 
@@ -64,12 +69,12 @@ def _step_of(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
 
 
 def _in_turns(
-    model: nn.Module, swapped: list[Any], step: Callable[[], None]
+    swapped: list[Any], step: Callable[[], None], undo: Callable[[], None]
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of the host's steps and of the swapped model's."""
 
     def as_host() -> None:
-        swap.swap_out(model)
+        undo()
 
     def as_fused() -> None:
         for module, method in swapped:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..runtime.compat import is_compiled_in_place
 from .report import Left
@@ -190,3 +190,15 @@ def kept(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+
+
+def tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of an output or of arguments, by name."""
+    if isinstance(x, Tensor):
+        yield name, x
+    elif isinstance(x, Mapping):
+        for key, value in x.items():
+            yield from tensors(value, f"{name}.{key}")
+    elif isinstance(x, (list, tuple)):
+        for i, value in enumerate(x):
+            yield from tensors(value, f"{name}[{i}]")

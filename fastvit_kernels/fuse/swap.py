@@ -13,11 +13,9 @@ from torch import nn
 
 from . import report, select
 from .report import Calls, SwapReport
+from .settings import Compiler, DropPath, Memory
 from .swapped import (
     REPLICATE,
-    Compiler,
-    DropPath,
-    Memory,
     Settings,
     Swapped,
     is_swapped,
@@ -115,7 +113,7 @@ def swap_in(
     if measure is not None:
         from .measure import measure_step
 
-        found.measured = measure_step(model, *arguments_of(measure))
+        found.measured = measure_step(model, *arguments_of(measure), lambda: swap_out(model))
     return found
 
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, MethodType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +29,7 @@ from ..runtime.compat import (
 )
 from . import dynamo
 from .report import Calls, collecting
-
-Compiler = Literal["eager", "inductor"]
-Memory = Literal["default", "low"]
-DropPath = Literal["mask", "skip"]
+from .settings import Compiler, DropPath, Memory
 
 REPLICATE = "_replicate_for_data_parallel"
 _numbers = itertools.count()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import select, swap
 from .report import GraphReport
+from .select import tensors
 from .swapped import swapped_methods
 
 
@@ -109,18 +110,6 @@ def _double(x: Any) -> Any:
     if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
         return type(x)(_double(v) for v in x)
     return x
-
-
-def tensors(x: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of an output or of arguments, by name."""
-    if isinstance(x, Tensor):
-        yield name, x
-    elif isinstance(x, Mapping):
-        for key, value in x.items():
-            yield from tensors(value, f"{name}.{key}")
-    elif isinstance(x, (list, tuple)):
-        for i, value in enumerate(x):
-            yield from tensors(value, f"{name}[{i}]")
 
 
 def _step(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:

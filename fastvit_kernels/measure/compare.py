@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..fuse.select import tensors
 from ..fuse.swap import arguments_of, swap_in, swap_out
-from ..fuse.verify import tensors
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.configs import recording
 from ..runtime.triton import triton

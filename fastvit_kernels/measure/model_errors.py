@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accuracy.accuracy import Error, Tensors, measure_all
+from ..fuse.select import tensors
 from ..fuse.swap import arguments_of, swap_in
-from ..fuse.verify import tensors
 
 
 def copied(x: Any, dtype: torch.dtype) -> Any:
