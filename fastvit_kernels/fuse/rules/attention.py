@@ -215,9 +215,16 @@ def finish(
     """An op that gives (B, T, H, D), in place of the attention or of its joined heads."""
     n = call.node
     root, way = joined(g, n)
+    check_kept(g, root)
     gone = g.absorb([*path, *call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, op, *args, **options)
     g.replace(root, in_place_of(g, root, n, out), gone, rule)
+
+
+def check_kept(g: Graph, root: Node) -> None:
+    """Our attention keeps its result for the backward, as no matrix product does."""
+    written = val(root).requires_grad and g.is_written([root], root, g.graph.output_node())
+    need(not written, "the result of attention is written to")
 
 
 def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:
@@ -247,6 +254,7 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attent
         enable_gqa=enable_gqa,
     )
     root, way = joined(g, n)
+    check_kept(g, root)
     gone = g.absorb([*call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, fk.scaled_dot_product_attention, call.q, call.k, call.v, **options)
     if root is n:
