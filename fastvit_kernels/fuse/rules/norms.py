@@ -71,7 +71,8 @@ def written_rms_norm(g: Graph, n: Node) -> None:
     if weight is None:
         last = end
     gone = g.absorb([root, *path], last)
-    out_dtype = val(last).dtype
+    out_dtype, given = val(last).dtype, val(x).dtype
+    need(torch.promote_types(out_dtype, given) == given, f"{given} normed to {out_dtype}")
     new = g.emit(last, fk.rms_norm, x, weight, eps, out_dtype=out_dtype, like=last)
     g.replace(last, new, gone, "rms_norm")
 
