@@ -198,6 +198,8 @@ def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -
         return BIAS[2, 128] if _is_crowded(gpu, D, mask) else BIAS[2, 64]
     if (gpu.family, itemsize) == (9, 4) and D > 32:
         return BIAS[4, 256]  # the larger tile spills 4 KB with triton 3.9
+    if (gpu.family, itemsize) == (8, 4) and D <= 32 and mask.endswith("dropout"):
+        return BIAS[4, 256]  # the larger tile spills 8 bytes
     rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == itemsize and most >= D]
     return rows[0]
 
