@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
 from ..ops.common.samples import num_kept
 from ..ops.recomputed_norm import recomputed_norm
 from ..ops.recomputed_sum import recomputed_sum
+from . import emitted as fk
 from .graph import Graph, need
 from .rules.handover import is_read_by_products
 from .views import ORDER_KEEPING, bound, eq, filled, hint, is_number, is_tensor, op, shape, val

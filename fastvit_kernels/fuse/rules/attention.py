@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Decline, Graph, aten, is_float, need
 from ..views import (
     ORDER_KEEPING,

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Decline, Graph, aten, is_float, need, same_shape
 from ..views import bound, eq, is_number, is_tensor, op, same_tensor, shape, val
 from .linear import linear_of

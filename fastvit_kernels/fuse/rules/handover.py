@@ -14,8 +14,7 @@ import operator
 import torch
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Graph, need, storages
 from ..views import eq, op, shape, val
 

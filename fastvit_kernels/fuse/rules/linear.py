@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Decline, Graph, is_float, need
 from ..views import bound, eq, filled, is_number, is_tensor, op, same_tensor, shape, val
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Decline, Graph, need
 from ..views import eq, is_tensor, op, same_map, same_tensor, shape, source, val, view
 from .linear import Linear, activation_of, linear_of

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Graph, need
 from ..views import (
     CASTS,

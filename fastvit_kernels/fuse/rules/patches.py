@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-import fastvit_kernels as fk
-
+from .. import emitted as fk
 from ..graph import Decline, Graph, aten, is_float, need
 from ..views import (
     View,
