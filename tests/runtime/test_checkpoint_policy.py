@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import warnings
 from collections import Counter
 from functools import partial
@@ -165,11 +166,13 @@ def test_compiled(kind):
 
 def test_every_operator_has_its_kind():
     """A new one of ours must be placed; torch's are told by their names."""
+    importlib.import_module("fastvit_kernels.fuse.attention_interface")  # it registers one
     forwards = sorted(name for name in LAUNCHERS if "bwd" not in name)
     weight = torch.empty(4, 8)
     args = (None, weight, None, None, None, None, "")
     kinds = {name: kind_of(f"fastvit_kernels::{name}", args) for name in forwards}
-    attention = ["attention", "masked_attention", "rope_attention", "sdpa", "varlen_attention"]
+    attention = ["attention", "masked_attention", "packed_attention", "rope_attention", "sdpa"]
+    attention.append("varlen_attention")
     assert kinds == {
         **dict.fromkeys((f"{name}_fwd" for name in attention), "attention"),
         **dict.fromkeys(("linear_fwd", "qkv_projection_fwd"), "product"),
