@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--jobs", type=count, metavar="N", help="processes")
     gate.add_argument("--changed", action="store_true", help="leave out what passed before")
     gate.add_argument("--update", action="store_true", help="write the table")
+    gate.add_argument("--every", type=int, default=1, metavar="N", help="each Nth case alone")
     gate.add_argument("--table", type=Path, default=TABLE, metavar="FILE")
     rank.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(sorted(TABLES))}")
     rank.add_argument("--sizes", nargs="+", choices=SIZES, default=["S", "B", "L"])
@@ -78,10 +79,10 @@ def main(words: Sequence[str] | None = None) -> int:
             args.share,
             args.record,
         )
-    if args.update and (args.arch or args.changed):
-        parser.error("--update writes every row: leave out --arch and --changed")
+    if args.update and (args.arch or args.changed or args.every > 1):
+        parser.error("--update writes every row: leave out --arch, --changed and --every")
     here = [name for name, target in TARGETS.items() if target.least_triton <= VERSION]
-    return run_gate(args.arch or here, args.table, args.update, args.changed, args.jobs)
+    return run_gate(args.arch or here, args.table, args.update, args.changed, args.jobs, args.every)
 
 
 if __name__ == "__main__":
