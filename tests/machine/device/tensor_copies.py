@@ -4,7 +4,8 @@ PTX ISA, "cp.async.bulk.tensor", "tensormap.replace". One thread issues a copy. 
 bytes says where the tensor lies, how long its axes are and how large a box is; what a box has
 outside of the tensor is zero. Axis 0 is the innermost; only the outer ones have strides, in bytes.
 A load reports its bytes, those outside too, to an mbarrier; a store belongs to a bulk group of its
-thread, as with cp.async, and shared memory must not change before `wait_group.read`.
+thread, as with cp.async, and shared memory must not change before `wait_group.read`; what it has
+written is there after `wait_group`, or when the kernel has ended.
 
 PTX leaves the bytes of a tensor map open; here they are `MAP`. The host makes one and passes it by
 value, or a kernel builds one in shared memory, copies it to global memory (cp_fenceproxy) and says
@@ -16,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -45,6 +47,7 @@ MAP = np.dtype(
 )
 # By elemtype: u8, u16, u32, s32, u64, s64, f16, f32, f32.ftz, f64, bf16
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)
+F32 = 7
 SPANS = (1, 2, 4, 8)  # units of 16 bytes, by swizzle_mode: none, 32, 64, 128 bytes
 POISON_UNIT = np.frombuffer(bytes(POISON_BYTES) * 8, UNITS[16])[0]
 _BOX = re.compile(r"\[\s*(%?[\w$]+)\s*,\s*(\{[^}]*\})\s*\]")
@@ -217,15 +220,72 @@ def _landing(group, box: Box, block: int, rows) -> Callable[[], int]:
     return land
 
 
-# Stores
+# Stores, and sums
+
+
+@dataclass(eq=False)
+class Store:
+    """A box on its way to global memory, or one that is added to what is there."""
+
+    group: Any
+    box: Box
+    block: int
+    warp: int
+    adds: bool
+
+    def __post_init__(self):
+        races = self.group.chunk.races
+        self.rows = [] if races is None else np.flatnonzero(races.rows == self.block)
+        for row in self.rows:
+            cells, op = _cells(races, self.box), self.box.op
+            proxies.check_read(races, row, cells, np.array([self.warp]), op)
+            proxies.begin_read(races, row, cells, op)
+        self.data = self._units() if self.group.chunk.launch.early else None
+        self.is_read = False
+
+    def _units(self) -> Array:
+        return self.group.shared.units[16][self.block, self.box.units].copy()
+
+    def read(self) -> None:
+        """From here on shared memory may change."""
+        if self.is_read:
+            return
+        self.is_read, self.data = True, self._units() if self.data is None else self.data
+        for row in self.rows:
+            races = self.group.chunk.races
+            proxies.end_read(races, row, _cells(races, self.box), np.array([self.warp]))
+
+    def write(self) -> None:
+        self.read()
+        assert self.data is not None
+        address, inside, width = self.box.addresses()
+        data, memory = self.data.view(UNITS[width])[None], self.group.memory
+        if self.adds:
+            old = memory.load(address, width, inside, self.box.op)
+            if old is None:
+                return
+            total = data.view(np.float32) + np.ascontiguousarray(old).view(np.float32)
+            data = total.view(UNITS[width]).reshape(data.shape)
+        memory.store(address, data, inside, self.box.op)
+
+    def meets(self, other: Store) -> bool:
+        """Whether they write the same bytes."""
+        pieces = [
+            a[inside] // np.uint64(16)
+            for a, inside, _ in (x.box.addresses() for x in (self, other))
+        ]
+        return bool(np.isin(*pieces).any())
 
 
 @dataclass
 class Bulk:
-    """The stores of a thread."""
+    """The stores of a thread: a group leaves when all of it is written."""
 
-    open: list[Callable[[], None]] = field(default_factory=list)
-    committed: list[list[Callable[[], None]]] = field(default_factory=list)
+    open: list[Store] = field(default_factory=list)
+    committed: list[list[Store]] = field(default_factory=list)
+
+    def unwritten(self) -> list[Store]:
+        return [store for stores in (*self.committed, self.open) for store in stores]
 
 
 def _bulks(group, op: Op):
@@ -237,41 +297,30 @@ def _bulks(group, op: Op):
             yield bulk
 
 
-@instruction("cp.async.bulk.tensor.{1d,2d,3d,4d,5d}.global.shared::cta[.tile].bulk_group")
+@instruction(
+    "cp.async.bulk.tensor.{1d,2d,3d,4d,5d}.global.shared::cta[.tile].bulk_group",
+    "cp.reduce.async.bulk.tensor.{1d,2d,3d,4d,5d}.global.shared::cta.add[.tile].bulk_group",
+)
 def store_box(op: Op) -> Run:
-    """[map, {coordinates}], [from]."""
+    """[map, {coordinates}], [from]; of reduce fp32 is added, in whatever order it arrives: two sums
+    of the same bytes, or a sum and a store, need a wait between them that is no `.read`."""
     box_of, source, op.width = _map_and_place(op, 0), op.address(1), 16
+    adds = op.name.startswith("cp.reduce")
 
     def run(group):
-        races = group.chunk.races
-        group.chunk.at_end.add(check_at_end)
-        bulks = group.chunk.extra.setdefault("bulk", {})
+        chunk = group.chunk
+        chunk.at_end.add(check_at_end)
+        bulks = chunk.extra.setdefault("bulk", {})
         for block, thread, warp, box in _boxes(group, op, box_of, source):
-            rows = [] if races is None else np.flatnonzero(races.rows == block)
-            for row in rows:
-                proxies.check_read(races, row, _cells(races, box), np.array([warp]), op)
-                proxies.begin_read(races, row, _cells(races, box), op)
-            bulk = bulks.setdefault((block, warp, thread % 32), Bulk())
-            bulk.open.append(_storing(group, box, block, warp, rows))
+            if adds and int(box.map["elemtype"]) != F32:
+                raise NotImplementedError(f"{op.where}: sums of anything but fp32")
+            store = Store(group, box, block, warp, adds)
+            for other in (x for bulk in bulks.values() for x in bulk.unwritten()):
+                if (adds or other.adds) and store.meets(other):
+                    raise Race(f"it and {other.box.op.where} in any order", op)
+            bulks.setdefault((block, warp, thread % 32), Bulk()).open.append(store)
 
     return run
-
-
-def _storing(group, box: Box, block: int, warp: int, rows) -> Callable[[], None]:
-    early = None
-    if group.chunk.launch.early:
-        early = group.shared.units[16][block, box.units]
-
-    def perform() -> None:
-        units = group.shared.units[16][block, box.units] if early is None else early
-        address, inside, width = box.addresses()
-        data = np.ascontiguousarray(units).view(UNITS[width])[None]
-        group.memory.store(address, data, inside, box.op)
-        for row in rows:
-            races = group.chunk.races
-            proxies.end_read(races, row, _cells(races, box), np.array([warp]))
-
-    return perform
 
 
 @instruction("cp.async.bulk.commit_group")
@@ -286,24 +335,26 @@ def commit_bulk(op: Op) -> Run:
 
 @instruction("cp.async.bulk.wait_group[.read]")
 def wait_bulk(op: Op) -> Run:
-    most = int(op.operands[0], 0)
+    most, reads = int(op.operands[0], 0), op.name.endswith(".read")
 
     def run(group):
         for bulk in _bulks(group, op):
-            done = len(bulk.committed) - most
-            for stores in bulk.committed[: max(done, 0)]:
-                for perform in stores:
-                    perform()
-            bulk.committed = bulk.committed[max(done, 0) :]
+            done = max(len(bulk.committed) - most, 0)
+            for store in (x for stores in bulk.committed[:done] for x in stores):
+                store.read() if reads else store.write()
+            if not reads:
+                bulk.committed = bulk.committed[done:]
 
     return run
 
 
 def check_at_end(chunk) -> None:
     """A block may not end while TMA still works on its shared memory."""
-    left = [b for b in chunk.extra.get("bulk", {}).values() if b.open or any(b.committed)]
-    if left:
+    left = [x for bulk in chunk.extra.get("bulk", {}).values() for x in bulk.unwritten()]
+    if not all(store.is_read for store in left):
         raise Race(f"{chunk.program.name} ends with stores of TMA in flight")
+    for store in left:
+        store.write()
     for barrier in chunk.extra.get("mbarriers", {}).values():
         for copies in barrier.copies:
             if copies:

@@ -262,6 +262,33 @@ def test_a_store_needs_its_fence_and_its_wait():
     copies(body + "bar.sync 0;" + STORED, x, (4, 16))
 
 
+SUM = STORE.replace("cp.async", "cp.reduce.async").replace("cta.bulk", "cta.add.bulk")
+WRITTEN = f"@%p2 {COMMIT} @%p2 cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_box_is_added_inside_of_the_tensor_alone(early):
+    x = torch.full((6, 16), 2.0)
+    ones = "mad.lo.s32 %r3, %tid.x, 4, 1024; mov.b32 %r4, 0f3F800000; st.shared.b32 [%r3], %r4;"
+    ready = READY.replace(STORED, ones)
+    copies(f"{ready} @%p1 {SUM} {WRITTEN} @%p1 {SUM} {WRITTEN}", x, (4, 16), (4, 0), early=early)
+    assert (x[4:] == 4).all() and (x[:4] == 2).all()
+
+
+@pytest.mark.parametrize(("first", "second"), [(SUM, SUM), (STORE, SUM), (SUM, STORE)])
+def test_sums_of_the_same_bytes_wait_until_the_one_before_is_written(first, second):
+    """`.read` says only that shared memory may change."""
+    x = torch.zeros(8, 16)
+    body = f"{READY} @%p1 {first} {WRITTEN} @%p1 {second} {WRITTEN}"
+    copies(body, x, (4, 16))
+    with pytest.raises(Race, match="in any order"):
+        copies(
+            body.replace(WRITTEN, WRITTEN.replace("wait_group", "wait_group.read"), 1), x, (4, 16)
+        )
+    other = second.replace("%r2", "%r5")  # four rows further down
+    copies(f"{READY} mov.b32 %r5, 4; @%p1 {first} @%p1 {other} {WRITTEN}", x, (4, 16))
+
+
 @pytest.mark.parametrize("name", named("fence.mbarrier_init", "fence.acq_rel", "membar"))
 def test_ordinary_fences_order_neither_proxies_nor_warps(name):
     body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
