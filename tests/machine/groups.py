@@ -22,7 +22,7 @@ RETURN = Op("", "ret", ())
 class Role(NamedTuple):
     """What one group of warps runs."""
 
-    warps: int  # four, or one that copies
+    warps: int
     thread: int  # one of its threads
     ptx: Ptx  # in which it alone runs
     blocks: frozenset[int]  # of that, its own
@@ -136,20 +136,40 @@ def _without_waits(block: list[Instruction]) -> list[Instruction]:
     return [one for one in block if not (tries and one.kind == "BRA")]
 
 
+WORKS = {
+    "wgmma": {"HGMMA"},
+    "cp.async.bulk": {"UTMALDG", "UTMASTG"},
+    "cp.reduce": {"UTMAREDG"},
+    "st.global": {"STG"},
+}
+
+
+def _warps(ops: Sequence[Op], computes: bool) -> int:
+    """As many as a barrier of the role's own says; else four, or one that copies."""
+    met = [int(op.operands[1]) for op in ops if op.name == "bar.sync" and len(op.operands) > 1]
+    return max(met) // 32 if met else 4 if computes else 1
+
+
 def roles(code: Sequence[Instruction], ptx: Ptx) -> list[Role]:
-    """Those that multiply, copy or store, in the order in which they stand."""
-    works = "wgmma", "cp.async.bulk", "st.global"
+    """Those that multiply, copy or store; of those that do the same in order."""
     of_ptx = []
     for entry, mine, blocks in _of_ptx(ptx):
-        names = [op.name for b in blocks for op in mine.blocks[b].ops]
-        does = {work for work in works if any(name.startswith(work) for name in names)}
+        ops = [op for b in blocks for op in mine.blocks[b].ops]
+        does = [work for work in WORKS if any(op.name.startswith(work) for op in ops)]
         if does:
-            of_ptx.append((entry, mine, blocks, does))
-    kinds = {"HGMMA", "UTMALDG", "UTMASTG", "STG"}
-    of_sass = [one for one in _of_sass(code) if {i.kind for i in one} & kinds]
+            computes = does != ["cp.async.bulk"]
+            role = Role(_warps(ops, computes), 128 if entry else 0, mine, blocks, [], computes)
+            of_ptx.append((does, role))
+    of_sass = []
+    for own in _of_sass(code):
+        kinds = {one.kind for one in own}
+        does = [work for work, its in WORKS.items() if kinds & its]
+        if does:
+            of_sass.append((does, own))
     assert len(of_ptx) == len(of_sass), "roles of PTX and SASS differ in number"
-    made = []
-    for (entry, mine, blocks, does), own in zip(of_ptx, of_sass, strict=True):
-        computes = does != {"cp.async.bulk"}
-        made.append(Role(4 if computes else 1, 128 if entry else 0, mine, blocks, own, computes))
-    return made
+    pairs = zip(
+        sorted(of_ptx, key=lambda pair: pair[0], reverse=True),
+        sorted(of_sass, key=lambda pair: pair[0], reverse=True),
+        strict=True,
+    )
+    return [role._replace(code=own) for (_, role), (_, own) in pairs]
