@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     fence: Any
     fetch: Any
     put: Any
+    add: Any
     store_wait: Any
+    sync_warps: Any
     multiply: Any
     multiply_wait: Any
     TensorDescriptor: Any
@@ -33,13 +35,26 @@ else:
 
     fence, mbarrier, store_wait = hopper.fence_async_shared, hopper.mbarrier, hopper.tma.store_wait
     multiply, multiply_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
+    sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # of a role
     if hasattr(hopper.tma, "async_load"):  # from triton 3.7 on
         fetch, put = hopper.tma.async_load, hopper.tma.async_store
     else:
         fetch = hopper.tma.async_copy_global_to_shared
         put = hopper.tma.async_copy_shared_to_global
+    if hasattr(hopper.tma, "async_atomic_add"):  # from triton 3.8 on
+        add = hopper.tma.async_atomic_add
+    else:
+        from triton._C.libtriton import ir
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+        @gl._core.builtin
+        def add(tensor_desc, coord, src, _semantic=None):
+            """Add a tile in shared memory to one in global memory, as `put` stores it."""
+            coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+            kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+            _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
+
+
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @functools.cache
@@ -58,6 +73,7 @@ def tensor_map(
 
 
 __all__ = [
+    "add",
     "fence",
     "fetch",
     "gl",
@@ -67,5 +83,6 @@ __all__ = [
     "multiply_wait",
     "put",
     "store_wait",
+    "sync_warps",
     "tensor_map",
 ]

@@ -58,8 +58,9 @@ else:
 
 
 # For triton.jit: nothing is aligned by what a batch decides, and no other one compiles anew.
-_COUNTS = "B M num_rows rows_per_split num_heads total num_kept num_kept_of_d num_shared"
-ANY_BATCH: Any = {"do_not_specialize_on_alignment": [*_COUNTS.split(), "shared_per_split"]}
+_COUNTS = "B M num_rows rows_per_split num_heads total num_kept num_kept_of_d num_shared num_whole"
+_COUNTS += " shared_per_split blocks_in_parts"
+ANY_BATCH: Any = {"do_not_specialize_on_alignment": _COUNTS.split()}
 
 
 def constant(value: object) -> Any:

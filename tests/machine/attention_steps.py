@@ -98,7 +98,7 @@ def attention_configs() -> None:
                     out = attention(qkv)
                     if table is not FWD_TABLE:
                         backward(out)
-    for T, D in ((197, 64), (256, 64), (257, 64), (197, 128), (577, 128)):
+    for T, D in ((197, 64), (256, 64), (257, 64), (577, 64), (577, 32), (197, 128), (577, 128)):
         x = torch.empty(256, T, D, dtype=torch.bfloat16, requires_grad=True)
         weight, bias = (
             torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True) for more in ((D,), ())

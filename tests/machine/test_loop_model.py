@@ -181,10 +181,18 @@ def test_useful_products_are_those_of_the_mathematics():
     assert {k: useful_products(k, in_turns) for k in turns} == {
         kernel: n * 2 * 3 * 5 * 5 * 4 for kernel, n in turns.items()
     }
+    fused = {"q": SimpleNamespace(shape=[2, 5, 3, 4])}
+    assert useful_products("attention_bwd_fused_dq", fused) == 5 * 2 * 3 * 5 * 5 * 4
     product = {"M": 3, "N": 5, "K": 7, "F": 11}
     assert useful_products("linear_fwd", product) == 3 * 5 * 7
     assert useful_products("mlp_bwd_hidden", product) == 3 * 11 * 5
-    assert {*USEFUL} == {*products, *turns, "linear_fwd", "mlp_bwd_hidden"}
+    assert {*USEFUL} == {
+        *products,
+        *turns,
+        "attention_bwd_fused_dq",
+        "linear_fwd",
+        "mlp_bwd_hidden",
+    }
 
 
 # --- faults in code

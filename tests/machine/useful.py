@@ -25,6 +25,11 @@ def _attention(products: int) -> Callable[[Arguments], float | None]:
     return rule
 
 
+def _fused_dq(a: Arguments) -> float:
+    """Of a map of q, (B, T, H, D)."""
+    return 5 * math.prod(a["q"].shape) * a["q"].shape[1]
+
+
 def _in_turns(products: int, map_of: str) -> Callable[[Arguments], float | None]:
     """The same of the Gluon kernels, whose tensor maps (B, T, H, D) have D."""
 
@@ -42,6 +47,7 @@ USEFUL: dict[str, Callable[[Arguments], float | None]] = {
     "attention_bwd_bias": _attention(2),
     "attention_fwd_pingpong": _in_turns(2, "out"),
     "attention_bwd_pingpong": _in_turns(5, "out"),
+    "attention_bwd_fused_dq": _fused_dq,
     "linear_fwd": lambda a: a["M"] * a["N"] * a["K"],
     "mlp_bwd_hidden": lambda a: a["M"] * a["F"] * a["N"],
 }

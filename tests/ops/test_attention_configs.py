@@ -16,6 +16,7 @@ from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
     DQ_TABLE,
+    FUSED_DQ,
     FWD_TABLE,
     ONE_PASS_TABLE,
     PINGPONG_BWD,
@@ -354,10 +355,47 @@ def test_attention_in_turns_is_the_default_where_the_model_says_a_tenth(gluon):
             assert not table.fits(H100, config, *other.key())
 
 
+def test_five_products_are_the_default_where_the_model_says_so(gluon):
+    if not has_gluon():
+        pytest.skip("triton is not installed, or has another Gluon")
+    shapes = product((H100, A100), (150, 257, 300, 577, 2305, 4096, 4097), (24, 32, 64, 72), TYPES)
+    for on, T, D, dtype in shapes:
+        key = _problem(64, T, 12, D, dtype, on).key()
+        longest = 4096 if on is H100 and dtype is not fp32 else 0
+        takes = {24: 257, 32: 257, 64: 300, 72: 10**9}[D] <= T <= longest
+        assert (BWD_TABLE.default(on, *key) == FUSED_DQ) == takes, (T, D, dtype)
+        assert BWD_TABLE.fits(on, FUSED_DQ, *key) == takes
+    for other in (
+        _problem(64, 577, 12, 64, bf16, H100)._replace(mask="causal"),
+        _problem(64, 577, 12, 64, bf16, H100)._replace(dropout=True),
+        _problem(10, 577, 12, 64, bf16, H100),  # fewer heads than SMs
+    ):
+        assert not BWD_TABLE.fits(H100, FUSED_DQ, *other.key())
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "T", "dealt"),
+    [
+        (528, 577, (132, 528, 132)),
+        (300, 1025, (132, 264, 168)),  # 36 left over, by key blocks
+        (72, 4096, (132, 0, 204)),
+        (130, 577, (130, 130, 130)),  # two idle SMs are less than a twentieth
+        (2, 300, (6, 0, 8)),
+    ],
+)
+def test_how_heads_are_dealt(num_heads, T, dealt):
+    if not has_gluon():
+        pytest.skip("triton is not installed, or has another Gluon")
+    from fastvit_kernels.ops.attention.backward_fused_dq import plan
+
+    assert plan(num_heads, T, H100.num_sms) == dealt
+
+
 def test_gluon_can_be_turned_off(gluon):
     gluon.setenv("FASTVIT_KERNELS_GLUON", "0")
     key = _problem(256, 197, 12, 64, bf16, H100).key()
     assert not has_turns(H100) and FWD_TABLE.default(H100, *key).route == "triton"
+    assert BWD_TABLE.default(H100, *_problem(64, 577, 12, 64, bf16, H100).key()).route == "triton"
 
 
 def test_an_interface_that_has_changed_is_told_once(gluon, recwarn):
@@ -385,3 +423,8 @@ def test_what_attention_in_turns_cannot_take_runs_plain(monkeypatch):
         assert fwd_call(*layouts, of_qkv=True).of_qkv == has_gluon()
         assert not bwd_call(*grads).of_qkv
         assert bwd_call(*grads, of_qkv=True).of_qkv == has_gluon()
+    strides = ((577 * 2304, 2304, 64, 1),) * 4
+    for T_kv in (577, 576):
+        fields = bf16, (64, 577, 12, 64), T_kv, strides, *layouts[5:]
+        call = bwd_call(H100, False, 2304, 2304, *fields)
+        assert (call.fused_dq is not None) == (has_gluon() and T_kv == 577)

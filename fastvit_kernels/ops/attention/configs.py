@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ MAX_D = 256
 MAX_TOKEN_STRIDE = 2**31 // 256  # so that offsets within a tile of 256 tokens fit in 32 bits
 ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 # Upper ends; the last holds all that is longer. 197 and 257 stand one above 196 and 256 patches.
-TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 2047, 4096)
+TOKEN_BUCKETS = (64, 128, 192, 256, 272, 320, 384, 640, 1024, 2047, 4096, 8192)
 MAX_ONE_PASS_D = 64
 MANY_HEADS = 16
 
@@ -79,7 +79,8 @@ class OnePassConfig(NamedTuple):
 
 
 class BwdForm(NamedTuple):
-    """Which of the two forms of the backward runs, or the library's, or backward_pingpong.py."""
+    """Which of the two forms of the backward runs, or the library's, or one in Gluon:
+    backward_pingpong.py in one pass, else backward_fused_dq.py."""
 
     one_pass: bool
     route: str = "triton"  # or "library", "gluon"
@@ -102,6 +103,11 @@ PINGPONG_FWD = FwdConfig(64, 64, 16, 1, 4, 2, "gluon")
 PINGPONG_BWD = BwdForm(one_pass=True, route="gluon")
 PINGPONG_FWD_TOKENS = {32: range(65, 273), 64: range(65, 641), 128: range(65, 4097)}
 PINGPONG_BWD_TOKENS = {64: range(129, 257)}
+# Five products instead of the split form's seven, by the widest D: where by the same model, with an
+# H100's constants, they take less time than the others do, and than cuDNN took on that H100
+# (docs/attention.md). Not yet measured.
+FUSED_DQ = BwdForm(one_pass=False, route="gluon")
+FUSED_DQ_TOKENS = {32: range(257, 4097), 64: range(273, 4097)}
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -490,7 +496,13 @@ def has_turns(gpu: Gpu) -> bool:
 
 
 def _takes_turns(
-    where: dict[int, range], gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
+    where: Mapping[int, Container[int]],
+    gpu: Gpu,
+    dtype: str,
+    D: int,
+    tokens: int,
+    mask: str,
+    heads: str,
 ) -> bool:
     takes = (mask, ITEMSIZE[dtype]) == ("none", 2) and heads != "scarce"
     return takes and tokens in where.get(D, ()) and has_turns(gpu)
@@ -569,12 +581,25 @@ def _one_pass_fits(
     return shared * ITEMSIZE[dtype] <= gpu.shared_limit and (config.heads == 1 or tokens <= 64)
 
 
+def _fused_dq_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> bool:
+    where = next((tokens for most, tokens in FUSED_DQ_TOKENS.items() if most >= D), ())
+    return _takes_turns({D: where}, gpu, dtype, D, tokens, mask, heads)
+
+
 def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
     if form.route == "library":
         return _library_fits(gpu, *key)
-    if form.route == "gluon":
+    if form == FUSED_DQ:
+        return _fused_dq_fits(gpu, *key)
+    if form == PINGPONG_BWD:
         return _takes_turns(PINGPONG_BWD_TOKENS, gpu, *key)
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
+
+
+def _default_bwd(gpu: Gpu, *key: Any) -> BwdForm:
+    """The five products wherever they fit, from T = 2048 on before the library."""
+    others = _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits)
+    return FUSED_DQ if _bwd_fits(gpu, FUSED_DQ, *key) else others(gpu, *key)
 
 
 FWD_TABLE = ConfigTable(
@@ -585,8 +610,8 @@ FWD_TABLE = ConfigTable(
 )
 BWD_TABLE = ConfigTable(
     "attention_bwd",
-    [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD],
-    _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits),
+    [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD, FUSED_DQ],
+    _default_bwd,
     _bwd_fits,
     unrepeatable=[LIBRARY_BWD],
 )

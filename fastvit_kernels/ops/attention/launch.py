@@ -343,14 +343,24 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
 
 
 class BwdCall(NamedTuple):
-    """The backward of tensors in some layouts: one pass, or dq and then dk and dv; else by the
-    library."""
+    """The backward of tensors in some layouts: one pass, or dq and then dk and dv, or all of them
+    by backward_fused_dq.py; else by the library."""
 
     one_pass: Callable[..., None] | None
     dq: Callable[..., None] | None
     dkdv: tuple[Callable[..., None], ...]
     sizes: tuple[int, ...]
     of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
+    fused_dq: Callable[..., None] | None = None
+
+
+@launch_plan
+def _is_fused_dq(gpu: Gpu, *fields: Any) -> bool:
+    """Whether backward_fused_dq.py computes the backward; fields: those of `Problem`."""
+    problem = Problem(gpu, *fields)
+    if problem.shape[1] != problem.T_kv or INTERPRETED:
+        return False
+    return configs.BWD_TABLE.choose(problem.gpu, *problem.key()) == configs.FUSED_DQ
 
 
 @launch_plan
@@ -358,7 +368,7 @@ def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
     """Whether the Gluon kernel computes the backward of packed qkv; fields: those of `Problem`."""
     problem = Problem(gpu, *fields)
     form = configs.BWD_TABLE.choose(problem.gpu, *problem.key())
-    return form.route == "gluon" and problem.shape[3] == 64 and not INTERPRETED
+    return form == configs.PINGPONG_BWD and problem.shape[3] == 64 and not INTERPRETED
 
 
 @launch_plan
@@ -379,6 +389,12 @@ def bwd_call(
 
         launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
         return BwdCall(launch, None, (), (), of_qkv=True)
+    if _is_fused_dq(*layouts.problem()):
+        from .backward_fused_dq import bwd_fused_dq
+
+        grads = dq_stride, dk_stride
+        launch = bwd_fused_dq(layouts.shape, layouts.strides, *grads, layouts.scale, gpu.num_sms)
+        return BwdCall(None, None, (), (), fused_dq=launch)
     one_pass, split = bwd_launch(*layouts.problem(), dbias, own=own)
     if one_pass is not None:
         assert layouts.mask is None
@@ -390,6 +406,12 @@ def bwd_call(
     return BwdCall(
         None, dq.bind(layouts, dq_stride), tuple(x.bind(layouts, dk_stride) for x in dkdv), dq.sizes
     )
+
+
+def _problem(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of `Problem` from the arguments of `bwd_call`."""
+    device, _, _, _, *fields = arguments
+    return Layouts(device, *fields).problem()
 
 
 def empty_lse(q: Tensor, mask: Tensor | None) -> Tensor:
@@ -524,12 +546,12 @@ def launch_fwd(
 
 def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     """Rows of partials that `launch_bwd` can leave of the bias gradient, 0 where it cannot: one for
-    each part of a sample's queries in one pass, in the Gluon kernel for each warp. In the dq kernel
-    they would halve the warps."""
+    each part of a sample's queries in one pass, in the Gluon kernels for each warp. In the split
+    form's dq kernel they would halve the warps."""
     if has_dropout:
         return 0
     problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, matmul_precision()
-    if of_qkv and _is_in_turns(*problem):
+    if (of_qkv and _is_in_turns(*problem)) or _is_fused_dq(*problem):
         return 8 * q.shape[0]
     one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
     if one_pass is None:
@@ -590,10 +612,18 @@ def launch_bwd(
         matmul_precision(),
     )
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
+    if any(0 in each for each in strides) and _is_fused_dq(*_problem(layouts)):  # TMA's are not 0
+        dout, *qkv = (x.contiguous() for x in (dout, *qkv))
+        return launch_bwd(grads, dout, qkv, out, lse, None, None, scale, 0.0, False, dbias)
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if packed is not None and call.of_qkv and call.one_pass is not None:
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
         return packed[0].unbind(2), None
+    if call.fused_dq is not None:
+        grads = [x.new_empty(x.shape) for x in qkv] if grads is None else grads
+        delta = empty_rows(q)
+        call.fused_dq(*grads, dbias, dout, *qkv, out, padded_rows(lse), delta)
+        return grads, delta
     if call.one_pass is None and call.dq is None:
         found = sdpa_backward(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
         if found is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 import fastvit_kernels as fk
+from fastvit_kernels.ops.attention.backward_fused_dq import bwd_fused_dq
 from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
@@ -27,6 +29,7 @@ _LEFT_OUT = (
     "fence.proxy",
     "mbarrier.",
     "cp.async.bulk",
+    "cp.reduce",
     "tensormap.cp_fenceproxy",
 )
 
@@ -44,6 +47,7 @@ def longer() -> list[tuple[str, Recorded]]:
     torch.manual_seed(0)
     x, weight = torch.randn(100, 320).bfloat16(), torch.randn(128, 320).bfloat16()
     found = [(f"attention in turns, D={D}", one) for D in (64, 128) for one in _attention(D)]
+    found += [("attention, dq in memory", one) for one in _fused_dq()]
     found += zip(
         ("linear warp-specialised, K=320", "hidden gradient warp-specialised"),
         _warp_specialized(),
@@ -80,6 +84,23 @@ def _attention(D: int) -> list[Recorded]:
         if D == 64:
             out.backward(torch.randn_like(out))
     return [one for one in machine.recorded or [] if "pingpong" in one.program.name]
+
+
+def _fused_dq() -> list[Recorded]:
+    """Two programs with a head of two key blocks each, and one more head in parts."""
+    T, H, D, row = 150, 3, 64, 152
+    qkv, dout = torch.randn(1, T, 3, H, D).bfloat16(), torch.randn(1, T, H, D).bfloat16()
+    q, k, v = (x.float().transpose(1, 2) for x in qkv.unbind(2))
+    scores = q @ k.mT * 0.125
+    out = (scores.softmax(-1) @ v).transpose(1, 2).bfloat16().contiguous()
+    lse = torch.full((1, H, row), torch.inf)
+    lse[..., :T] = scores.logsumexp(-1) / math.log(2)
+    delta, dqkv = torch.full_like(lse, torch.nan), torch.full_like(qkv, torch.nan)
+    strides = tuple(x.stride() for x in (dout, *qkv.unbind(2)))
+    with ptx_machine("sm_90", recorded=[]) as machine:
+        launch = bwd_fused_dq((1, T, H, D), strides, 3 * H * D, 3 * H * D, 0.125, num_sms=2)
+        launch(*dqkv.unbind(2), None, dout, *qkv.unbind(2), out, lse, delta)
+    return [one for one in machine.recorded or [] if "fused_dq" in one.program.name]
 
 
 def changes(op: Op) -> Iterator[tuple[str, list[str]]]:
