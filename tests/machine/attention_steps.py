@@ -98,12 +98,13 @@ def attention_configs() -> None:
                     out = attention(qkv)
                     if table is not FWD_TABLE:
                         backward(out)
-    for T, D in ((197, 64), (256, 64), (257, 64), (577, 64), (577, 32), (197, 128), (577, 128)):
-        x = torch.empty(256, T, D, dtype=torch.bfloat16, requires_grad=True)
+    shapes = ((197, 64), (256, 64), (257, 64), (577, 64), (577, 32), (197, 128), (577, 128))
+    for B, T, D in (*((256, *shape) for shape in shapes), (25, 1025, 64), (25, 1025, 32)):
+        x = torch.empty(B, T, D, dtype=torch.bfloat16, requires_grad=True)
         weight, bias = (
             torch.empty(36 * D, *more, dtype=x.dtype, requires_grad=True) for more in ((D,), ())
         )
-        qkv = torch.empty(256, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
+        qkv = torch.empty(B, T, 3, 12, D, dtype=x.dtype, requires_grad=True)
         for route in ROUTES:
             with route():
                 backward(attention(qkv))

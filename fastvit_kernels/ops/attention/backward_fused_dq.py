@@ -21,9 +21,12 @@ goes through memory, so that tiles of it come by TMA as those of lse do.
 
     full, empty[slot]         a query tile's q, dout, lse, delta are here; both groups are done
     kv_full, kv_empty[slot]   the same of a block of keys and values
-    made, used[turn]          both groups' ds of a query tile are there; its dq is made
+    made[i]                   both groups' ds of a pair's i-th query tile are there
     summed[group]             what the blocks before have added to a tile of dq is back
     ready[pair], seen         delta of two query tiles is made; the loader has seen all of a head
+
+Nobody says that ds has been multiplied: before a group stores the next ds in the same place, it has
+waited for `made` of the pair's other tile, where the other group arrives after that product.
 
 Deterministic: one thread adds to an address, in the order of the key blocks, since it waits for all
 its adds to be done (`_wait_written`; of .read alone a later add could overtake) between two blocks.
@@ -88,7 +91,6 @@ class Barriers(NamedTuple):
     kv_full: Any
     kv_empty: Any
     made: Any
-    used: Any
     summed: Any
     ready: Any
     seen: Any
@@ -450,7 +452,6 @@ def _key_block(
             dv = multiply(p_operand, do, dv, is_async=True)
             dp = multiply_wait(1, deps=[dp])
             ds = (p * (dp - delta)).to(dtype)
-            mbarrier.wait(barriers.used.index(i), turn + 1 & 1)
             tiles.ds.index(2 * i + G + none).store(ds)
             fence()
             mbarrier.arrive(barriers.made.index(i), count=1)
@@ -460,7 +461,6 @@ def _key_block(
                 mbarrier.wait(barriers.made.index(i), turn & 1)
                 dq = _dq_product(tiles, 2 * i + none, 2 * slot_kv + none, BLOCK_D)
                 dk, dv, dq, _, _ = multiply_wait(0, deps=[dk, dv, dq, p_operand, ds_operand])
-                mbarrier.arrive(barriers.used.index(i), count=1)
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
                 if LAST:
                     if item.is_whole:
@@ -585,7 +585,6 @@ def _attention_bwd_fused_dq_kernel(
         _barriers(KEYS, 1),
         _barriers(KEYS, 2),
         _barriers(2, 2),
-        _barriers(2, 1),
         _barriers(2, 1),
         _barriers(MOST_PAIRS, 1),
         _barriers(1, 1),
