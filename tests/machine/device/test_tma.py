@@ -95,10 +95,10 @@ def named(*starts):
     return sorted(name for name in INSTRUCTIONS if name.startswith(starts))
 
 
-@pytest.mark.parametrize("name", named("cp.async.bulk.tensor"))
+@pytest.mark.parametrize("name", named("cp.async.bulk.tensor", "cp.reduce."))
 def test_a_box_of_each_number_of_axes(name):
-    """Part of it behind the end of an axis: zeros there, and nothing is stored there."""
-    axes = int(name.split(".")[4][0])
+    """Part of it behind the end of an axis: zeros there, and nothing is stored or added there."""
+    axes = int(name.partition("tensor.")[2][0])
     shape, box, at = (x[5 - axes :] for x in ((2, 3, 3, 5, 16), (1, 2, 2, 2, 8), (1, 2, 0, 4, 8)))
     here = tuple(slice(a, a + b) for a, b in zip(at, box, strict=True))
     coordinates = ", ".join(str(a) for a in reversed(at))
@@ -112,6 +112,8 @@ def test_a_box_of_each_number_of_axes(name):
         assert np.array_equal(found[: 4 * wanted.numel()].view(np.float32), wanted.numpy().ravel())
         return
     store = f"@%p1 {name} [%rd1, {{{coordinates}}}], [%r91];"
+    if "reduce" in name:
+        x.zero_()
     wanted = x.clone()
     wanted[here] = held.reshape(box)[kept]
     copies(f"{READY} {store} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group 0;", x, box)
