@@ -13,8 +13,8 @@ from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.compat import torch_sdpa
 from fastvit_kernels.runtime.configs import forced
-from fastvit_kernels.verify.accuracy import Reference
-from fastvit_kernels.verify.runner import poisoned
+from fastvit_kernels.accuracy.accuracy import Reference
+from fastvit_kernels.accuracy.runner import poisoned
 from tests.machine.device import ptx_machine
 
 (T, D, order, num_sms), dtype = map(int, sys.argv[1:5]), getattr(torch, sys.argv[5])
