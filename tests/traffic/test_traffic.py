@@ -256,7 +256,7 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
     assert [given[:2] for given in built[:3]] == [
         ("S", "timm"),
         ("S", "swapped"),
-        ("S", 'swapped, memory="low"'),
+        ("S", "swapped, by block"),
     ]
 
     monkeypatch.setattr(traffic, "images_attended", lambda way: step)

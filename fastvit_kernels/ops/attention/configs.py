@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ PINGPONG_FWD_TOKENS = {32: range(65, 273), 64: range(65, 641), 128: range(65, 81
 PINGPONG_BWD_TOKENS = {64: range(129, 257)}
 # Five products instead of the split form's seven, by the widest D: where by the same model, with an
 # H100's constants, they take less time than the others do, and than cuDNN took on that H100
-# (docs/attention.md). Not yet measured.
+# (docs/attention.md). Not yet run on a GPU, so FASTVIT_KERNELS_FUSED_DQ=1 asks for it.
 FUSED_DQ = BwdForm(one_pass=False, route="gluon")
 FUSED_DQ_TOKENS = {32: range(257, 4097), 64: range(273, 4097)}
 
@@ -597,9 +598,10 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
 
 
 def _default_bwd(gpu: Gpu, *key: Any) -> BwdForm:
-    """The five products wherever they fit, from T = 2048 on before the library."""
+    """The five products wherever they fit, if asked for, from T = 2048 on before the library."""
     others = _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits)
-    return FUSED_DQ if _bwd_fits(gpu, FUSED_DQ, *key) else others(gpu, *key)
+    asked = os.environ.get("FASTVIT_KERNELS_FUSED_DQ") == "1"
+    return FUSED_DQ if asked and _bwd_fits(gpu, FUSED_DQ, *key) else others(gpu, *key)
 
 
 FWD_TABLE = ConfigTable(

@@ -5,7 +5,7 @@ import pytest
 from .test_kernels import python
 
 STEP = """
-import sys, torch, fastvit_kernels as fk
+import os, sys, torch, fastvit_kernels as fk
 from contextlib import ExitStack
 from fastvit_kernels.ops.attention.configs import own_fwd
 from fastvit_kernels.ops.attention.functions import attention_ref
@@ -23,6 +23,7 @@ generator = torch.Generator().manual_seed(0)
 def rand(*shape, scale=1.0):
     return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
 
+os.environ["FASTVIT_KERNELS_FUSED_DQ"] = "1"
 options = {"scale": 0.3}
 if sys.argv[6] == "packed":
     function, specification, inputs = fk.attention, attention_ref, {"qkv": rand(1, T, 3, 3, D)}
