@@ -19,6 +19,7 @@ import pkgutil
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -316,7 +317,12 @@ def torch_sdpa_with(
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if mask.dtype is torch.bool or query.is_nested or not has_gradient or _formula is None:
         return torch_sdpa(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _formula(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    device = query.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # which does not know the formula
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)
+    with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
+        return _formula(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
 
 
 # torch's precision of a backend's fp32 operations, by whichever switch it was set. Gone: the public

@@ -34,7 +34,7 @@ def device(*words):
 def test_every_case_of_check(number):
     """Forward and backward of each op, and a whole model, as they ship for sm_80."""
     said = device("--precision", "bf16", "--kind", "check", "--share", str(number), "2")
-    assert "23 passed, 0 failed" in said
+    assert "22 passed, 0 failed" in said
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
@@ -98,9 +98,9 @@ print(json.dumps(sorted(table for table, _ in left)))
 def test_every_config_runs_but_for_those_of_other_gpus():
     """Of sm_100 alone: close one-pass tiles. Of AMD alone: 128 x 128 in 64 KB. One of
     attention's, four warps with three stages of 128 queries, fits no GPU. Those in Gluon want a
-    head for every SM: test_attention_in_turns.py."""
+    head for every SM: test_attention_in_turns.py, test_attention_fused_dq.py."""
     wanted = {
-        "attention_bwd": 1,
+        "attention_bwd": 2,
         "attention_bwd_one_pass": 2,
         "attention_fwd": 2,
         "linear_fwd": 1,

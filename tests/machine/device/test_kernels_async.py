@@ -13,7 +13,7 @@ def test_every_case_of_check(number):
     said = device(
         "--arch", "sm_90", "--precision", "bf16", "--kind", "check", "--share", str(number), "2"
     )
-    assert "23 passed, 0 failed" in said
+    assert "22 passed, 0 failed" in said
 
 
 def test_operands_read_early():
@@ -26,7 +26,7 @@ def test_operands_read_early():
 def test_a_convolution_is_compared_in_tf32():
     """Its gradients too: PyTorch's own products see the upper bits alone."""
     said = device(
-        "--arch", "sm_90", "--precision", "tf32", "--kind", "check", "--only", "patch_embed, uint8"
+        "--arch", "sm_90", "--precision", "tf32", "--kind", "check", "--only", "patch_embed, video"
     )
     assert "1 passed, 0 failed" in said
 
