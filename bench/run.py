@@ -69,7 +69,7 @@ class Clock:
 @contextmanager
 def watched(seconds: float) -> Iterator[None]:
     """End the process, with a traceback, if the body takes longer: C code lets no signal in."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
         yield
     finally:

@@ -192,7 +192,8 @@ def _run(
 def convolutions_like_matmuls() -> Iterator[None]:
     """Inside, cuDNN takes TF32 only where fp32 products may: its own default would, and the
     yardstick's error, so the limit, would be that of TF32."""
-    convolutions: Any = torch.backends.cudnn.conv  # its allow_tf32 raises where switches disagree
+    # its allow_tf32 raises where switches disagree
+    convolutions: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009
     former = convolutions.fp32_precision
     convolutions.fp32_precision = matmul_precision()
     try:

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Namespace:
     """The options given, completed by defaults, and --out made where nothing is lost."""
     given = {name: getattr(arguments, name) for name in OPTIONS}
-    config = dict(FOLDER if arguments.data else DIGITS, seed=0, compile=False, workers=4)
+    config: dict[str, Any] = dict(
+        FOLDER if arguments.data else DIGITS, seed=0, compile=False, workers=4
+    )
     config["dtype"] = "bf16" if device.type == "cuda" else "fp32"
     config |= {name: value for name, value in given.items() if value is not None}
     if arguments.data and not Path(arguments.data).is_dir():
@@ -201,7 +203,8 @@ def make_model(config: argparse.Namespace, num_classes: int) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
-    nn.init.trunc_normal_(model.pos_embed, std=0.3)
+    if model.pos_embed is not None:
+        nn.init.trunc_normal_(model.pos_embed, std=0.3)
     return model
 
 
@@ -301,7 +304,7 @@ def agrees(run: Run, out: Any) -> bool:
     print the errors, and say whether all keep the 2x rule."""
     images = next(run.images.held_out_batches())[0][:2].to(run.device)
     autocast = torch.bfloat16 if run.config.dtype == "bf16" else None
-    compare = agreement if isinstance(run.model, VisionTransformer) else host_errors
+    compare: Any = agreement if isinstance(run.model, VisionTransformer) else host_errors
     run.model.eval()
     with backend("triton"), quiet_interpreter(), out.status("one batch through the kernels"):
         logits, *gradients = compare(run.model, images, autocast)

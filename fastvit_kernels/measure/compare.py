@@ -242,7 +242,9 @@ def row_of(c: Ready, eager: Ready, judged: Outcome, images: int | None, why: str
     notes = [outcome.note]
     if ours and c.outcome.status == OK and not c.kernels:
         notes.append(f"PyTorch runs it: {why}" if why else "none of our kernels ran")
-    row = dict(way=c.name, status=outcome.status, peak_mib=c.peak_mib, kernels=c.kernels)
+    row: dict[str, Any] = dict(
+        way=c.name, status=outcome.status, peak_mib=c.peak_mib, kernels=c.kernels
+    )
     if c.times:
         ms, p20, p80 = spread(c.times)
         rate = None if images is None else 1e3 * images / ms

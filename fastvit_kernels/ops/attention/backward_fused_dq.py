@@ -244,7 +244,7 @@ def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.cons
         mbarrier.wait(barriers.seen.index(0), n + 1 & 1)
         for start in range(0, work.T, ROWS):
             none = start >> 30  # as in `_key_block`
-            at = start.to(gl.int64)
+            at = start.to(gl.int64)  # pyright: ignore[reportAttributeAccessIssue]
             offs = none + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             offs_d = none + gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
             inside = (offs < work.T - start)[:, None] & (offs_d < D)
@@ -642,7 +642,8 @@ def _attention_bwd_sum_parts_kernel(
         inside = (offs_t < min((eighth + 1) * length, T))[:, None] & (offs_d < D)[None, :]
         dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for space in range(first + part, last + part + 1):
-            rows = (space.to(tl.int64) * T + offs_t)[:, None] * D
+            wide = space.to(tl.int64)  # pyright: ignore[reportAttributeAccessIssue]
+            rows = (wide * T + offs_t)[:, None] * D
             dq += tl.load(space_ptr + rows + offs_d[None, :], mask=inside, other=0.0)
         dq *= scale
         sums += dq

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -375,7 +375,7 @@ def scaled_dot_product_attention(
         scale = float(scale)  # torch takes one too
     spec = _decide(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if spec.route is None:
-        options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        options: dict[str, Any] = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is None:
             return torch_sdpa(query, key, value, None, dropout_p, **options)
         return torch_sdpa_with(attn_mask, query, key, value, dropout_p, **options)
