@@ -98,7 +98,7 @@ def is_higher_order(target: Any) -> bool:
 def check_traceable(gm: GraphModule) -> None:
     """Only what tracing to ATen records may stand in Dynamo's graph."""
     for n in gm.graph.nodes:
-        if n.op == "call_method" and not is_known_method(n.target):
+        if n.op == "call_method" and not is_known_method(n.target) and not is_setting(n):
             raise Decline(f"Tensor.{n.target} is in the graph")
         if n.op == "call_module":
             raise Decline("a module is called whole in the graph")
@@ -107,6 +107,14 @@ def check_traceable(gm: GraphModule) -> None:
         x = n.meta.get("example_value")
         if n.op == "placeholder" and isinstance(x, Tensor) and is_functorch(x):
             raise Decline("tensors of a function transform")
+
+
+def is_setting(n: Node) -> bool:
+    """Whether a node reads a float of the model that has changed since an earlier graph: Dynamo
+    hands it over as a tensor of no axes."""
+    if n.target != "item" or not isinstance(n.meta.get("example_value"), torch.SymFloat):
+        return False
+    return isinstance(n.args[0], Node) and n.args[0].op == "placeholder"
 
 
 def is_functorch(x: Tensor) -> bool:
@@ -171,7 +179,13 @@ class Tracing(Interpreter):
             return written_by_hand(target, args, kwargs, out)
         return super().call_function(target, args, kwargs)
 
+    def run_node(self, n: Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if is_setting(self.node):
+            return written_by_hand(target, args, kwargs, self.node.meta["example_value"])
         if any(map(is_subclass, tree_leaves((args, kwargs)))):
             raise Decline("a method of a tensor subclass")
         return super().call_method(target, args, kwargs)
@@ -209,7 +223,8 @@ def written_by_hand(target: Any, args: Any, kwargs: Any, out: Any) -> Any:
         return tracer.unwrap_proxy(x)
 
     arguments, named = tree_map(proxied, (args, kwargs))
-    made = tracer.create_proxy("call_function", target, tuple(arguments), dict(named))
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    made = tracer.create_proxy(kind, target, tuple(arguments), dict(named))
     return proxy_tensor.track_tensor_tree(out, made, constant=None, tracer=tracer)
 
 
@@ -252,7 +267,7 @@ class Propagate(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         n.meta["region"] = Region.here()
-        out = super().run_node(n)
+        out = n.meta["val"] if n.target == "item" else super().run_node(n)
         if state_of(n) == "_enter_autocast":
             self.autocasts.append(out)
         elif state_of(n) == "_exit_autocast":

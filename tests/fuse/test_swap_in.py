@@ -322,6 +322,29 @@ class Scaled(nn.Module):
         return self.linear(x) * len("x" * self.scale)
 
 
+class ScaledBranch(nn.Module):
+    """An MLP under a number of its settings."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.settings = {"scale": 0.5}
+
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.fc1(self.norm(x)))
+        return x + self.fc2(hidden) * self.settings["scale"]
+
+
+def test_a_setting_that_changes_is_one_more_graph_and_stays_fused():
+    model, host = swapped_and_host(ScaledBranch())
+    x = torch.randn(2, 9, 32)
+    for scale in (0.5, 0.7, 0.9):
+        model.settings["scale"] = host.settings["scale"] = scale
+        assert_same(model(x), host(x))
+    made = status(model).graphs
+    assert len(made) == 2 and all(g.share == 1.0 and g.declined is None for g in made)
+
+
 def test_a_limit_of_recompiles_is_one_warning_and_a_row():
     model, host = swapped_and_host(Scaled())
     x = torch.randn(2, 8)
