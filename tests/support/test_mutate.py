@@ -113,7 +113,7 @@ def test_a_seed_draws_the_same_from_every_room():
     first, again, other = drawn.draw(30, 1), drawn.draw(30, 1), drawn.draw(30, 2)
     assert first == again and {f.id for f in first} != {f.id for f in other}
     rooms = [fault.file.split("/")[0] for fault in first if "/" in fault.file]
-    assert {"bench", "fuse", "ops", "tests", "verify", "weights"} <= set(rooms)
+    assert {"bench", "fuse", "ops", "tests", "accuracy", "weights"} <= set(rooms)
     assert max(map(rooms.count, rooms)) <= 4
     assert all(fault.file.startswith("fuse/") for fault in drawn.draw(9, 1, "fuse/*.py"))
     for fault in first:
