@@ -94,10 +94,17 @@ def test_swap_out_wants_a_later_forward_undone_first():
     assert "forward" not in vars(model)
 
 
-def test_accelerate_wraps_and_unwraps_a_swapped_forward():
-    accelerate = pytest.importorskip("accelerate")
+@pytest.fixture
+def accelerate():
+    """The package, without a state that an earlier test has left, and leaving none."""
+    found = pytest.importorskip("accelerate")
+    found.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield found
+    found.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_wraps_and_unwraps_a_swapped_forward(accelerate):
     model, host = swapped_and_host()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # of other tests
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare_model(model)
     with torch.autocast("cpu", torch.bfloat16):
