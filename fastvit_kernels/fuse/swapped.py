@@ -77,7 +77,7 @@ def _entry(swapped: Swapped) -> Callable[..., Any]:
 
 def _others_look_on() -> bool:
     """Whether an exporter, a tracer, a mode or torch.func wants the host's operators."""
-    if not is_observed():
+    if torch.compiler.is_exporting() or not is_observed():
         return torch.compiler.is_exporting()
     tracing = is_jit_tracing() or is_fx_tracing() or in_transform() or in_forward_mode()
     return tracing or has_global_hook() or dynamo.in_foreign_mode()
