@@ -130,11 +130,25 @@ def patches(kit: Kit, image: Tensor, at: At) -> Tensor:
 
 def torch_mha(kit: Kit, x: Tensor, at: At) -> Tensor:
     x = at("input", x)
-    p = {name: getattr(kit, name) for name in ("qkv", "o")}
+    normed = at("normed", kit.n(x)).transpose(0, 1)
     y, _ = F.multi_head_attention_forward(
-        *[at("normed", kit.n(x)).transpose(0, 1)] * 3, 32, 4, p["qkv"].weight, p["qkv"].bias,
-        None, None, False, 0.0, p["o"].weight, p["o"].bias, kit.training, None, False,
-    )  # fmt: skip
+        normed,
+        normed,
+        normed,
+        embed_dim_to_check=32,
+        num_heads=4,
+        in_proj_weight=kit.qkv.weight,
+        in_proj_bias=kit.qkv.bias,
+        bias_k=None,
+        bias_v=None,
+        add_zero_attn=False,
+        dropout_p=0.0,
+        out_proj_weight=kit.o.weight,
+        out_proj_bias=kit.o.bias,
+        training=kit.training,
+        key_padding_mask=None,
+        need_weights=False,
+    )
     return x + at("output", y.transpose(0, 1))
 
 
