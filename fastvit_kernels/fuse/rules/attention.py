@@ -132,7 +132,7 @@ def packed_with_mask(g: Graph, call: Call) -> None:
     B, H, T, D = shape(call.q)
     check_broadcast(call.mask, (B, H, T, T), by_windows=True)
     x, weight, bias, scale, path = projection(g, call, heads(call.q), heads(call.k))
-    root = joined(g, call.node)[0]
+    root = end_of(g, call)
     qkv = g.emit(root, fk.linear, x, weight, bias)
     qkv = g.emit(root, aten.unflatten.int, qkv, -1, [3, H, D])
     options = dict(attn_mask=call.mask, scale=call.scale * scale, dropout_p=call.dropout)
@@ -149,7 +149,7 @@ def packed_and_turned(g: Graph, call: Call) -> None:
     plain = q.norm is None or all(part.scale == 1.0 for part in before)
     need(plain, "a scale before a norm")
     x, weight, bias, scale, path = projection(g, call, *before)
-    root = joined(g, call.node)[0]
+    root = end_of(g, call)
     options = dict(num_heads=val(call.q).shape[1], **rope.arguments(g, root, q, k))
     options |= dict(scale=call.scale * q.scale * k.scale * scale, dropout_p=call.dropout)
     path = [*path, *q.path, *k.path]
@@ -164,7 +164,7 @@ def turned_by_heads(g: Graph, call: Call) -> None:
     need(eq(shape(call.q), shape(call.k)), "keys of another shape than queries")
     alike = val(q.x).dtype == val(k.x).dtype and val(q.x).device == val(k.x).device
     need(alike, "keys of another dtype or device than queries")
-    root = joined(g, call.node)[0]
+    root = end_of(g, call)
     options = rope.arguments(g, root, q, k)
     given = [t.x if t.by_tokens else g.emit(root, aten.transpose.int, t.x, 1, 2) for t in (q, k)]
     both = g.emit(root, fk.rope, *given, **options)
@@ -194,7 +194,7 @@ def by_samples(g: Graph, call: Call) -> Node:
     W = shape(mask)[0]
     if val(mask).ndim < 4 or eq(W, 1) or eq(W, B):
         return mask
-    root = joined(g, call.node)[0]
+    root = end_of(g, call)
     images = g.emit(root, aten.expand.default, mask, [B // W, *shape(mask)])
     return g.emit(root, aten.flatten.using_ints, images, 0, 1)
 
@@ -313,6 +313,11 @@ def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:
     return n, []
 
 
+def end_of(g: Graph, call: Call) -> Node:
+    """Where the new call stands: behind the joined heads, or at the attention itself."""
+    return joined(g, call.node)[0]
+
+
 def joined_by_token(g: Graph, n: Node) -> bool:
     """Whether (B, H, T, D) is turned to (T, B, H, D), as nn.MultiheadAttention does."""
     turned = g.only_reader(n)
@@ -366,7 +371,7 @@ def projection(
         "queries and keys of different inputs",
     )
     need(q.sequence_first == k.sequence_first == v.sequence_first, "rows in different orders")
-    root = joined(g, call.node)[0]
+    root = end_of(g, call)
     weight, bias = packed_weights(g, root, (q, k, v), H * D)
     if q.sequence_first:
         need(eq(shape(x)[:-1], (T, B)), "rows of other tokens")
