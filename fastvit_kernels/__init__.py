@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from .ops.attention.varlen import varlen_attention as varlen_attention
     from .ops.common.samples import keep_samples as keep_samples
     from .ops.gated_mlp.functions import gated_mlp as gated_mlp
-    from .ops.linear.functions import linear as linear
-    from .ops.mlp.functions import mlp as mlp
+    from .ops.linear import linear as linear
+    from .ops.mlp import mlp as mlp
     from .ops.norm.functions import (
         layer_norm as layer_norm,
         layer_norm_and_input as layer_norm_and_input,
@@ -71,8 +71,8 @@ _HOMES = {
     "ops.attention.varlen": "varlen_attention",
     "ops.common.samples": "keep_samples",
     "ops.gated_mlp.functions": "gated_mlp",
-    "ops.linear.functions": "linear",
-    "ops.mlp.functions": "mlp",
+    "ops.linear": "linear",
+    "ops.mlp": "mlp",
     "ops.norm.functions": "layer_norm layer_norm_and_input rms_norm rms_norm_and_input",
     "ops.patch_embed.functions": "patch_embed",
     "ops.rope": "rope",

@@ -6,8 +6,8 @@ from ..ops.attention.rotary import rope_attention as rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
 from ..ops.common.samples import keep_samples as keep_samples
 from ..ops.gated_mlp.functions import gated_mlp as gated_mlp
-from ..ops.linear.functions import linear as linear
-from ..ops.mlp.functions import mlp as mlp
+from ..ops.linear import linear as linear
+from ..ops.mlp import mlp as mlp
 from ..ops.norm.functions import (
     layer_norm as layer_norm,
     layer_norm_and_input as layer_norm_and_input,

@@ -19,8 +19,8 @@ from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.common.activation import ACTIVATIONS
 from ..ops.common.samples import DropPathMode, keep_samples
-from ..ops.linear.functions import linear
-from ..ops.mlp.functions import mlp
+from ..ops.linear import linear
+from ..ops.mlp import mlp
 from ..ops.patch_embed.functions import patch_embed
 from ..ops.rope import rope as apply_rope
 from ..runtime.arguments import check_int, check_tensor

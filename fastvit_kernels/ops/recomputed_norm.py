@@ -23,7 +23,7 @@ from ..runtime.backend import use_triton
 from ..runtime.compat import KNOWS_VERSIONS, place_of_storage, saves_are_hooked, version
 from .common.deferred import deferred
 from .common.rows import MAX_C
-from .norm.launch import layer_norm_fwd, rms_norm_fwd
+from .norm.functions import layer_norm_fwd, rms_norm_fwd
 
 
 def is_hooked() -> bool:

@@ -22,8 +22,7 @@ from torch import Tensor
 from ..runtime.arguments import autocast_dtype
 from ..runtime.compat import node_class, version
 from .common.deferred import deferred
-from .linear.functions import LinearFunction
-from .linear.launch import linear_fwd
+from .linear import LinearFunction, linear_fwd
 from .norm.functions import NormAndInputFunction
 from .recomputed_norm import Kept, is_hooked, place_of
 

@@ -132,7 +132,7 @@ def test_memory_low_with_checkpoints():
 
 
 def test_an_error_inside_leaves_no_hooks_behind(monkeypatch):
-    from fastvit_kernels.ops.linear import functions
+    from fastvit_kernels.ops import linear
 
     module, x = Norms(block), tokens()
     call = compiled(module, memory="low")
@@ -143,7 +143,7 @@ def test_an_error_inside_leaves_no_hooks_behind(monkeypatch):
             raise MemoryError
 
         with monkeypatch.context() as patched:
-            patched.setattr(functions, "_decide", full)
+            patched.setattr(linear, "_decide", full)
             with pytest.raises(MemoryError):
                 call(x)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -24,8 +24,8 @@ from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention
 from fastvit_kernels.ops.attention.varlen import varlen_attention
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
-from fastvit_kernels.ops.linear.functions import linear
-from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.linear import linear
+from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import Norm, rope

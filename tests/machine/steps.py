@@ -22,8 +22,8 @@ from fastvit_kernels.ops.gated_mlp.kernels import (
     BWD_TABLE as GATED_NORM_BWD,
     FWD_TABLE as GATED_NORM_FWD,
 )
-from fastvit_kernels.ops.linear.functions import linear
-from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.linear import linear
+from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm, rms_norm_and_input
 from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import rope

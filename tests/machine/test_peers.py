@@ -170,7 +170,7 @@ import json, torch
 from contextlib import ExitStack
 from fastvit_kernels import attention, linear
 from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_PAIR, TMA_TILE
-from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.runtime.configs import forced
 from tests.machine.aot import TARGETS
 from tests.machine import loop_model

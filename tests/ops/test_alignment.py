@@ -9,7 +9,7 @@ from numerics import assert_accurate, rand
 
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
-from fastvit_kernels.ops.linear.functions import linear, linear_ref
+from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.ops.norm.functions import (
     layer_norm_and_input,
     layer_norm_ref,

@@ -37,8 +37,8 @@ from fastvit_kernels.accuracy.op import Op, Sizes
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.linear.functions import linear_ref
-from fastvit_kernels.ops.mlp.functions import mlp_ref
+from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.mlp import mlp_ref
 from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
 from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.ops.rope import rope_ref

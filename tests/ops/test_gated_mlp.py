@@ -6,7 +6,7 @@ from torch import library
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
-from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import backend
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -7,6 +7,7 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, dtype_id, rand
 
+from fastvit_kernels.ops import linear as linear_launch
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FLAT,
@@ -24,9 +25,8 @@ from fastvit_kernels.ops.common.gemm_configs import (
     forced_route,
     gemm_key,
 )
-from fastvit_kernels.ops.linear import launch as linear_launch
-from fastvit_kernels.ops.linear.functions import linear, linear_ref
-from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import Gpu, gpu as gpu_of
 from fastvit_kernels.runtime.configs import forced

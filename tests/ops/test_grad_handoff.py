@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fastvit_kernels.ops.common import grad_handoff
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
-from fastvit_kernels.ops.linear.functions import linear, linear_ref
-from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.ops.norm.functions import (
     layer_norm,
     layer_norm_and_input,

@@ -6,7 +6,7 @@ from torch import library
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.linear.functions import linear, linear_ref
+from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.runtime.backend import backend
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

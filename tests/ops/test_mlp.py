@@ -8,7 +8,7 @@ from torch import library
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.mlp.functions import mlp, mlp_ref
+from fastvit_kernels.ops.mlp import mlp, mlp_ref
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.compat import reads_last
 

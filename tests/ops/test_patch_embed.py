@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from torch import library
 
-from fastvit_kernels.ops.patch_embed.configs import FWD_TABLE, FWD_WIDE
-from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
-from fastvit_kernels.ops.patch_embed.launch import (
+from fastvit_kernels.ops.patch_embed.functions import (
+    patch_embed,
     patch_embed_bwd_images,
     patch_embed_bwd_tokens,
     patch_embed_bwd_weight,
     patch_embed_fwd,
+    patch_embed_ref,
 )
+from fastvit_kernels.ops.patch_embed.kernels import FWD_TABLE, FWD_WIDE
 from fastvit_kernels.runtime.backend import Gpu, backend
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

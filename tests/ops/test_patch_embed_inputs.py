@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from torch import library
 
-from fastvit_kernels.ops.patch_embed.functions import patch_embed, patch_embed_ref
-from fastvit_kernels.ops.patch_embed.launch import (
+from fastvit_kernels.ops.patch_embed.functions import (
     _alignment,
+    patch_embed,
     patch_embed_bwd_images,
     patch_embed_bwd_tokens,
     patch_embed_bwd_weight,
     patch_embed_fwd,
+    patch_embed_ref,
 )
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.values import checked_values

@@ -11,11 +11,10 @@ from numerics import DEVICE, rand
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit_kernels.models.vit import Block, VisionTransformer
-from fastvit_kernels.ops import recomputed_norm as rebuilding
+from fastvit_kernels.ops import mlp as mlp_launch, recomputed_norm as rebuilding
 from fastvit_kernels.ops.attention.projected import qkv_attention
-from fastvit_kernels.ops.gated_mlp import launch as gated_launch
-from fastvit_kernels.ops.mlp import launch as mlp_launch
-from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.gated_mlp import functions as gated_launch
+from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.recomputed_norm import recomputed_norm
 from fastvit_kernels.runtime.backend import backend

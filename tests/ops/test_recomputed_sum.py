@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops import recomputed_sum as module
-from fastvit_kernels.ops.linear.functions import linear
-from fastvit_kernels.ops.mlp.functions import mlp
+from fastvit_kernels.ops.linear import linear
+from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.ops.norm.functions import layer_norm_and_input
 from fastvit_kernels.ops.recomputed_norm import recomputed_norm
 from fastvit_kernels.ops.recomputed_sum import recomputed_sum

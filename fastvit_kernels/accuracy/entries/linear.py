@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.common.activation import ACTIVATIONS
-from ...ops.linear.functions import linear, linear_ref
-from ...ops.mlp.functions import mlp, mlp_ref
+from ...ops.linear import linear, linear_ref
+from ...ops.mlp import mlp, mlp_ref
 from ..op import Example, Op, Shape, Sizes
 from .arguments import EPILOGUE, FIRST, MATRIX, OPERAND, ignoring, with_epilogue
 

@@ -1,1 +1,1 @@
-"""MLPs whose hidden layer has a gate: functions.py calls, kernels.py runs."""
+"""MLPs with a gate: functions.py has the operators, kernels.py what they launch."""

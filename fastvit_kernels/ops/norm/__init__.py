@@ -1,1 +1,1 @@
-"""LayerNorm and RMSNorm: functions.py calls, launch.py launches, one set of kernels runs both."""
+"""LayerNorm and RMSNorm: functions.py has the operators, kernels.py what they launch."""

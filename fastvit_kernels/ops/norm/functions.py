@@ -25,6 +25,7 @@ Sources: arXiv:1607.06450, arXiv:1910.07467. Derivations: docs/layer_norm.md, do
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -39,23 +40,17 @@ from ...runtime.arguments import (
     check_input,
     check_samples,
     check_shape,
+    empty_gradients,
     needs_gradient,
 )
 from ...runtime.backend import dtype_reason
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
-from ...runtime.operator import Operator, Route, differentiable
+from ...runtime.operator import Operator, Route, differentiable, operator
 from ..common import grad_handoff
 from ..common.grad_handoff import consumer_of, dtype_of_sums
 from ..common.rows import MAX_C
-from ..common.samples import kept_rows
-from .launch import (
-    layer_norm_bwd,
-    layer_norm_fwd,
-    layer_norm_rows_bwd,
-    rms_norm_bwd,
-    rms_norm_fwd,
-    rms_norm_rows_bwd,
-)
+from ..common.samples import kept_rows, kept_shape, shape_of_d
+from .kernels import launch_norm_bwd, launch_norm_fwd, num_sums, stats_shape
 
 
 def layer_norm_ref(
@@ -90,6 +85,95 @@ def rms_norm_ref(
 def _added(y: Tensor, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     y = y if residual is None else residual + y
     return y.to(out_dtype or y.dtype)
+
+
+def _empty_fwd(
+    center: bool, x: Tensor, out_dtype: torch.dtype, save_stats: bool, samples: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    shape = kept_shape(x, samples)
+    stats = stats_shape(center, shape, save_stats)
+    return x.new_empty(shape, dtype=out_dtype), x.new_empty(stats, dtype=torch.float32)
+
+
+def _empty_bwd(
+    center: bool,
+    x: Tensor,
+    sum_dtype: torch.dtype,
+    needs_dparams: bool,
+    d_dtype: torch.dtype | None = None,
+    row_scale: Tensor | None = None,
+    needs_g: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = (num_sums(center, needs_dparams, needs_g), x.shape[-1])
+    d, *_ = empty_gradients(x.device, (tuple(shape_of_d(x, row_scale)), d_dtype))
+    return x.new_empty(x.shape), x.new_empty(sums, dtype=sum_dtype), d
+
+
+def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
+    """Of LayerNorm or of RMSNorm, which has no bias: forward, backward, and the backward that gives
+    besides what the linear layer reads that gave x."""
+
+    def fwd(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        out_dtype: torch.dtype,
+        save_stats: bool,
+        samples: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Of the samples that `samples` keeps: (..., C) -> y (..., C) in out_dtype, plus residual;
+        fp32 mean and rstd (2, ...) of LayerNorm, rstd (...) of RMSNorm, empty if not saved."""
+        assert center or bias is None
+        options = eps, out_dtype, save_stats
+        return launch_norm_fwd(center, x, weight, bias, *options, samples, residual)
+
+    def bwd(
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        stats: Tensor,
+        param_dtype: torch.dtype,
+        needs_dparams: bool,
+        samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, of RMSNorm dweight
+        alone, or (0, C)."""
+        given = dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
+        return launch_norm_bwd(center, *given)[:2]
+
+    def rows_bwd(
+        dy: Tensor,
+        dresidual: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        stats: Tensor,
+        sum_dtype: torch.dtype,
+        needs_dparams: bool,
+        d_dtype: torch.dtype | None,
+        row_scale: Tensor | None,
+        needs_g: bool,
+        samples: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
+        d = row_scale * dx (..., C) in d_dtype, None where that is None."""
+        given = dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples
+        return launch_norm_bwd(center, *given, d_dtype, row_scale, needs_g)
+
+    def empty_bwd(x: Tensor, param_dtype: torch.dtype, needs_dparams: bool) -> Any:
+        return _empty_bwd(center, x, param_dtype, needs_dparams)[:2]
+
+    for launcher in (fwd, bwd, rows_bwd):
+        launcher.__name__ = f"{'layer' if center else 'rms'}_norm_{launcher.__name__}"
+    rows = operator(fake=functools.partial(_empty_bwd, center))(rows_bwd)
+    forward = operator(fake=functools.partial(_empty_fwd, center))(fwd)
+    return forward, operator(fake=empty_bwd)(bwd), rows
+
+
+layer_norm_fwd, layer_norm_bwd, layer_norm_rows_bwd = _operators(center=True)
+rms_norm_fwd, rms_norm_bwd, rms_norm_rows_bwd = _operators(center=False)
 
 
 class NormSpec(NamedTuple):

@@ -1,2 +1,1 @@
-"""Patch embedding as an implicit matrix product: functions.py calls, launch.py launches, kernels.py
-runs."""
+"""Patch embedding: functions.py has the operators, kernels.py what they launch."""

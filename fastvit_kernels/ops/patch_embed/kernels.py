@@ -7,15 +7,162 @@ frames (PATCH_T is None), a video's patch has PATCH_T of them. Derivation: docs/
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+from ...runtime.backend import Gpu
+from ...runtime.configs import ConfigTable
 from ...runtime.triton import ANY_BATCH, tl, triton
-from .pixels import (
-    Images,
-    fenced,
-    kept_patches,
-    patch_offset,
-    pixel_offset,
-    split_rows,
+
+
+# Tiles: M rows (tokens or patches), N of C, K pixels of a patch. The operand that is cast stands
+# right in every product: on Hopper the left one would then reach the tensor cores from registers,
+# where pipelining it is a race (triton #9433), the right one always from shared memory.
+class PatchConfig(NamedTuple):
+    """Largest tile, warps and pipeline stages; small problems shrink the tile."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        """Of the launch."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
+
+def _table(name: str, half: list[PatchConfig], fp32: list[PatchConfig]) -> ConfigTable[PatchConfig]:
+    """Key: the compute dtype. The default: the first config."""
+    by_dtype = {"fp16": half, "bf16": half, "fp32": fp32}
+    return ConfigTable(
+        name,
+        [*half, *fp32],
+        lambda gpu, dtype: by_dtype[dtype][0],
+        lambda gpu, config, dtype: config in by_dtype[dtype],
+    )
+
+
+# 128 rows by 8 warps: with 64 rows all of them cast the same pixels. 256 columns read each pixel
+# half as often: a sixth less time for ViT-B on sm_90 by the model of docs/compile.md, not measured.
+FWD = [
+    PatchConfig(128, 128, 64, 8, 3),
+    PatchConfig(64, 128, 64, 8, 3),
+    PatchConfig(64, 128, 64, 4, 3),
+]
+FWD_WIDE = PatchConfig(128, 256, 32, 8, 3)
+FWD_FP32 = PatchConfig(64, 64, 32, 4, 3)
+
+
+def _fwd_fits(gpu: Gpu, config: PatchConfig, M: int, N: int, K: int, dtype: str) -> bool:
+    has_room = config != FWD_WIDE or gpu.shared_limit > 3 * STAGE_BYTES + 4096
+    return has_room and (config == FWD_FP32) == (dtype == "fp32")
+
+
+def _default_fwd(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> PatchConfig:
+    if dtype == "fp32":
+        return FWD_FP32
+    tiles = -(-M // 128) * (N // 256)
+    wide = N % 256 == 0 and tiles >= gpu.num_sms and _fwd_fits(gpu, FWD_WIDE, M, N, K, dtype)
+    return FWD_WIDE if wide else FWD[0]
+
+
+STAGE_BYTES = 32 * 1024  # three stages fit in the 99 KB of shared memory of sm_86, 89, 120
+FWD_TABLE = ConfigTable("patch_embed_fwd", [*FWD, FWD_WIDE, FWD_FP32], _default_fwd, _fwd_fits)
+BWD_WEIGHT_TABLE = _table(
+    "patch_embed_bwd_weight",
+    [PatchConfig(64, 128, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
+    [PatchConfig(32, 64, 64, 4, 3)],
 )
+BWD_IMAGES_TABLE = _table(
+    "patch_embed_bwd_images",
+    [PatchConfig(128, 64, 128, 8, 3), PatchConfig(64, 64, 128, 4, 3)],
+    [PatchConfig(64, 32, 64, 4, 3)],
+)
+BWD_WEIGHT_PROGRAMS_PER_SM = 2
+MIN_ROWS_PER_SPLIT = 512
+ADDED_TILE = dict(BLOCK_C=512, num_warps=4)
+# Of the gradient of positions under a list of kept patches. Not yet measured.
+SLOTS_TILE = dict(BLOCK_P=64, BLOCK_J=64, num_warps=4)
+KEPT_TILE = dict(BLOCK_B=32, BLOCK_C=128, num_warps=4)
+
+
+class Images(NamedTuple):
+    """(B, channels, [frames,] height, width) in memory, in a grid of patches."""
+
+    ptr: Any
+    stride_b: Any
+    stride_c: Any
+    stride_t: Any
+    stride_h: Any
+    stride_w: Any
+    grid_h: Any
+    grid_w: Any
+
+
+@triton.jit
+def fenced(tile, mask, FENCE: tl.constexpr):
+    """The tile, which is 0 outside the mask, by way of registers where FENCE.
+
+    wgmma reads shared memory through the async proxy, cp.async writes it through the generic one,
+    and before 3.7.1 triton fences only what registers wrote (triton #9610, #10537). One operand
+    that passes registers brings the fence for both; one that is cast passes them anyway.
+    """
+    return tl.where(mask, tile, 0.0) if FENCE else tile
+
+
+@triton.jit
+def split_rows(row, rows_per_image, BLOCK_M: tl.constexpr):
+    """(image int64, row of the image int32) of rows row ... row + BLOCK_M - 1."""
+    # One scalar int64 division; those of the vector fit in int32 and are cheap.
+    i = tl.cast(row % rows_per_image, tl.int32) + tl.arange(0, BLOCK_M)
+    b = tl.cast(row // rows_per_image, tl.int64) + i // rows_per_image
+    return b, i % rows_per_image
+
+
+@triton.jit
+def kept_patches(keep_ptr, offs, mask, num_patches):
+    """(patch int32, whether the image has it) at these places of the list; 0 where it has not."""
+    p = tl.load(keep_ptr + offs, mask=mask, other=0)
+    is_there = (p >= 0) & (p < num_patches)
+    return tl.where(is_there, p, 0).to(tl.int32), is_there
+
+
+@triton.jit
+def patch_offset(
+    images,
+    b,
+    p,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Offset of the first pixel of patch p of image b, int64."""
+    row, column = p // images.grid_w, (p % images.grid_w).to(tl.int64) * PATCH_W
+    offset = b * images.stride_b + column * images.stride_w
+    if PATCH_T is not None:
+        offset += (row // images.grid_h).to(tl.int64) * PATCH_T * images.stride_t
+        row = row % images.grid_h
+    return tl.multiple_of(offset + row.to(tl.int64) * PATCH_H * images.stride_h, ALIGN)
+
+
+@triton.jit
+def pixel_offset(
+    images,
+    offs_k,
+    PATCH_T: tl.constexpr,
+    PATCH_H: tl.constexpr,
+    PATCH_W: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Offset of pixel k from its patch's first pixel, int64: runs of PATCH_W neighbours."""
+    row = (offs_k // PATCH_W % PATCH_H).to(tl.int64)
+    offset = row * images.stride_h + (offs_k % PATCH_W).to(tl.int64) * images.stride_w
+    channel = offs_k // (PATCH_H * PATCH_W)  # and frame
+    if PATCH_T is not None:
+        offset += (channel % PATCH_T).to(tl.int64) * images.stride_t
+        channel = channel // PATCH_T
+    return tl.multiple_of(offset + channel.to(tl.int64) * images.stride_c, ALIGN)
 
 
 @triton.jit

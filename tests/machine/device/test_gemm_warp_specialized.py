@@ -8,8 +8,8 @@ STEP = """
 import sys, torch, fastvit_kernels as fk
 from contextlib import ExitStack
 from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED
-from fastvit_kernels.ops.linear.functions import linear_ref
-from fastvit_kernels.ops.mlp.functions import mlp_ref
+from fastvit_kernels.ops.linear import linear_ref
+from fastvit_kernels.ops.mlp import mlp_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.accuracy.accuracy import Reference

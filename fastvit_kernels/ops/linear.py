@@ -1,0 +1,748 @@
+"""Linear layer with everything that may follow it in one epilogue.
+
+    z = x W^T + b,   a = act(z),   y = residual + row_scale[sample] * layer_scale[n] * a
+
+With d = row_scale * dy and sums over the M rows of x:
+
+    with act      dz = layer_scale * d * act'(z),   dlayer_scale = sum d * a
+                  dx = dz W,   dW = dz^T x,   db = sum dz
+    without       G = d^T x,   g = sum d,   both fp32
+                  dx = d (layer_scale * W),   dW = layer_scale * G,   db = layer_scale * g
+                  dlayer_scale[n] = W[n] . G[n] + b[n] g[n]
+    dresidual = dy
+
+Saved: x, W, and z where there is an activation; without one nothing of size (M, N) is needed.
+Precision: fp32 accumulators, sums and epilogue. act reads z rounded to the compute dtype, which is
+what is saved, so that a backward that rebuilds act(z) gets the same bits. No atomics.
+Routes: the library's product and one elementwise kernel, or one Triton GEMM with the epilogue
+inside; gemm_configs.py decides. Derivation: docs/linear.md.
+d and g come from the backward of a LayerNorm that reads y, where one does: common/grad_handoff.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..runtime.arguments import (
+    as_dtype,
+    as_rows,
+    autocast_dtype,
+    check_epilogue,
+    check_input,
+    check_weight,
+    compute_dtype,
+    contiguous,
+    empty,
+    empty_gradients,
+    needs_gradient,
+)
+from ..runtime.backend import gpu
+from ..runtime.compat import FakeTensor, needs_dispatcher
+from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ..runtime.operator import EAGER, Route, differentiable, operator
+from ..runtime.triton import ANY_BATCH, tl, triton
+from .common import epilogue, gemm, grad_handoff
+from .common.activation import ACTIVATIONS, check_activation
+from .common.deferred import deferred
+from .common.epilogue import finish_tile
+from .common.gemm import (
+    column_halves,
+    grouped_tile,
+    tile_launch,
+    tile_operands,
+    tile_plan,
+    tile_product,
+)
+from .common.gemm_configs import fwd_config
+from .common.grad_handoff import Reads, layer_gradients
+from .common.reduction import column_sum
+from .common.samples import add_kept, is_sample_subset
+
+
+def linear_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """The specification of `linear`: torch's own operations, one after the other."""
+    y = F.linear(x, weight, bias)
+    out_dtype = y.dtype
+    if residual is not None and residual.dtype != out_dtype:
+        out_dtype = torch.promote_types(out_dtype, residual.dtype)
+    if activation is not None:
+        y = ACTIVATIONS[activation](y)
+    if layer_scale is not None:
+        y = y * layer_scale
+    if row_scale is not None and row_scale.dtype is torch.int64:
+        assert residual is not None
+        return add_kept(residual, y, row_scale).to(out_dtype)
+    if row_scale is not None:
+        y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
+    if residual is not None:
+        y = residual + y
+    return as_dtype(y, out_dtype)
+
+
+@triton.jit
+def _linear_epilogue(
+    y_ptr,
+    z_ptr,
+    z,
+    x_ptr,
+    bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    first_m,
+    first_n,
+    M,
+    N,
+    rows_per_sample,
+    stride_residual_m,
+    keep_scale,
+    ACTIVATION: tl.constexpr,
+    SAVE_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBSET: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
+    if SUBTILES > 1:
+        halves = column_halves(z, BLOCK_M, BLOCK_N)
+        for i in tl.static_range(2):
+            _linear_epilogue(
+                y_ptr,
+                z_ptr,
+                halves[i],
+                x_ptr,
+                bias_ptr,
+                layer_scale_ptr,
+                row_scale_ptr,
+                residual_ptr,
+                first_m,
+                first_n + i * (BLOCK_N // 2),
+                M,
+                N,
+                rows_per_sample,
+                stride_residual_m,
+                keep_scale,
+                ACTIVATION,
+                SAVE_Z,
+                HAS_BIAS,
+                HAS_LAYER_SCALE,
+                HAS_ROW_SCALE,
+                HAS_RESIDUAL,
+                SUBSET,
+                SUBTILES // 2,
+                BLOCK_M,
+                BLOCK_N // 2,
+            )
+    else:
+        offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        if ACTIVATION != "":
+            z_low = z.to(x_ptr.dtype.element_ty)
+            if SAVE_Z:
+                mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+                tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
+            z = z_low.to(tl.float32)  # act reads the bits that are saved
+        finish_tile(
+            y_ptr,
+            z,
+            layer_scale_ptr,
+            row_scale_ptr,
+            residual_ptr,
+            offs_m,
+            offs_n,
+            M,
+            N,
+            rows_per_sample,
+            stride_residual_m,
+            keep_scale,
+            ACTIVATION,
+            HAS_LAYER_SCALE,
+            HAS_ROW_SCALE,
+            HAS_RESIDUAL,
+            SUBSET,
+        )
+
+
+@triton.jit(**ANY_BATCH)
+def _linear_fwd_kernel(
+    y_ptr,
+    z_ptr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    layer_scale_ptr,
+    row_scale_ptr,
+    residual_ptr,
+    M,
+    N,
+    K,
+    rows_per_sample,
+    stride_x_m,
+    stride_x_k,
+    stride_weight_n,
+    stride_weight_k,
+    stride_residual_m,
+    keep_scale,
+    ACTIVATION: tl.constexpr,
+    SAVE_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LAYER_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUBSET: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    B_K_LAST: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    x, weight = tile_operands(
+        x_ptr,
+        weight_ptr,
+        M,
+        N,
+        K,
+        stride_x_m,
+        stride_weight_k,
+        stride_weight_n,
+        DESCRIPTORS,
+        B_K_LAST,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if PERSISTENT:
+        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
+    for tile in tl.range(first, last, step, flatten=FLATTEN):
+        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        z = tile_product(
+            x,
+            weight,
+            pid_m,
+            pid_n,
+            M,
+            N,
+            K,
+            stride_x_m,
+            stride_x_k,
+            stride_weight_k,
+            stride_weight_n,
+            DESCRIPTORS,
+            B_K_LAST,
+            EVEN_N,
+            EVEN_K,
+            INPUT_PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        _linear_epilogue(
+            y_ptr,
+            z_ptr,
+            z,
+            x_ptr,
+            bias_ptr,
+            layer_scale_ptr,
+            row_scale_ptr,
+            residual_ptr,
+            pid_m.to(tl.int64) * BLOCK_M,
+            pid_n.to(tl.int64) * BLOCK_N,
+            M,
+            N,
+            rows_per_sample,
+            stride_residual_m,
+            keep_scale,
+            ACTIVATION,
+            SAVE_Z,
+            HAS_BIAS,
+            HAS_LAYER_SCALE,
+            HAS_ROW_SCALE,
+            HAS_RESIDUAL,
+            SUBSET,
+            SUBTILES,
+            BLOCK_M,
+            BLOCK_N,
+        )
+
+
+def _empty_fwd(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    save_z: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (*x.shape[:-1], weight.shape[0])
+    y_shape = residual.shape if is_sample_subset(row_scale) and residual is not None else shape
+    y = torch.empty(y_shape, dtype=out_dtype, device=x.device)
+    (z,) = empty_gradients(x.device, (shape, x.dtype if save_z and activation else None))
+    return y, z
+
+
+def _flops_fwd(x, weight):
+    return 2 * math.prod(x) * weight[0]
+
+
+@operator(fake=_empty_fwd, flops=_flops_fwd)
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    out_dtype: torch.dtype,
+    save_z: bool,
+) -> tuple[Tensor, Tensor]:
+    """y (..., N) in out_dtype, and z (..., N) in x.dtype where there is an activation to save for.
+
+    x and weight share one dtype; activation "" is none. z is None where there is none to save.
+    Where row_scale keeps some samples, x and z have their rows, the residual and y those of all.
+    """
+    scaled = layer_scale is not None or row_scale is not None
+    save_z = save_z and activation != ""
+    no_z: Any = None
+    shape = (*x.shape[:-1], weight.shape[0])
+    kept = row_scale is not None and row_scale.dtype is torch.int64
+    y_shape = residual.shape if kept and residual is not None else shape
+    if x.numel() == 0:
+        y = x.new_empty(y_shape, dtype=out_dtype)
+        return y, x.new_empty(shape) if save_z else no_z
+    if not (activation or scaled or residual is not None):
+        return gemm.product_with_bias(x, weight, bias), no_z
+    N, K = weight.shape
+    M = x.numel() // K
+    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
+    rows, plan = x, None
+    if config.route != "library":
+        rows = x.reshape(M, K)
+        has_more = scaled or residual is not None
+        plan = tile_plan(config, rows, weight, transposed=True, plain=has_more)
+    if plan is None:
+        plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
+        last_bias = None  # one of another dtype joins in the epilogue, where that need not save z
+        if bias is not None and bias.dtype != x.dtype and not (activation or plain):
+            bias, last_bias = None, bias
+        z = gemm.product_with_bias(x, weight, bias)
+        if plain and residual is not None:
+            return z.add_(residual), no_z
+        y = x.new_empty(y_shape, dtype=out_dtype)
+        epilogue.apply_epilogue(y, z, activation, layer_scale, row_scale, residual, last_bias)
+        return y, z if save_z else no_z
+    y = x.new_empty(y_shape, dtype=out_dtype)
+    z = x.new_empty(shape) if save_z else no_z
+    if scaled and bias is not None:
+        bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
+    pointers, sizes, flags = epilogue.epilogue_arguments(M, layer_scale, row_scale, residual)
+    if plan.config.route == "gluon":
+        from ..common.gemm_warp_specialized import launch_warp_specialized
+
+        launch_warp_specialized(plan, y, z, None, rows, weight, None, contiguous(bias), activation)
+        return y, z
+    tile_launch(
+        plan,
+        _linear_fwd_kernel,
+        y,
+        z,
+        rows,
+        weight,
+        contiguous(bias),
+        *pointers,
+        M,
+        N,
+        K,
+        sizes[0],
+        *rows.stride(),
+        *weight.stride(),
+        *sizes[1:],
+        ACTIVATION=activation,
+        SAVE_Z=save_z,
+        HAS_BIAS=bias is not None,
+        **flags,
+    )
+    epilogue.copy_dropped(y, pointers, sizes, flags)
+    return y, z
+
+
+def _empty_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    row_scale: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    N, K = dy.shape[-1], 0 if weight is None else weight.shape[1]
+    return empty_gradients(
+        dy.device,
+        ((*epilogue.rows_shape(dy, row_scale), K), dx_dtype),
+        ((N, 0 if x is None else x.shape[-1]), dweight_dtype),
+        ((N,), dbias_dtype),
+        ((N,), dlayer_scale_dtype),
+    )
+
+
+def _flops_bwd(dy, x, weight, row_scale, dx_dtype, dweight_dtype):
+    wide = (weight[1] if dx_dtype else 0) + (x[-1] if dweight_dtype else 0)
+    return 2 * epilogue.count_rows(dy, row_scale) * dy[-1] * wide
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
+def linear_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    z: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    dx_dtype: torch.dtype | None,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+    g: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
+
+    x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
+    wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
+    """
+    dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
+        dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
+    )
+    if dy.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        return grads
+    N = dy.shape[-1]
+    M = math.prod(epilogue.rows_shape(dy, row_scale))
+    x_rows = None if x is None else deferred.read(x).reshape(M, x.shape[-1])
+    if activation:
+        assert z is not None
+        dz, partial = epilogue.backward_epilogue(
+            dy.reshape(-1, N),
+            z.contiguous().view(M, N),
+            activation,
+            dtype,
+            layer_scale,
+            row_scale,
+            sum_dz=dbias_dtype is not None,
+            sum_dlayer_scale=dlayer_scale_dtype is not None,
+            batch=dy.shape[0],
+        )
+        if dbias_dtype is not None:
+            column_sum(partial[:, :N], dbias)
+        if dlayer_scale_dtype is not None:
+            column_sum(partial[:, -N:], dlayer_scale)
+        if dweight_dtype is not None and x_rows is not None:
+            gemm.matmul(dz.t(), x_rows, out=dweight)
+        if dx_dtype is not None and weight is not None:
+            gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
+    else:
+        needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
+        d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
+        sums = sums if g is None else g.view(1, N)
+        epilogue.weight_gradients(d, sums, x_rows, weight, bias, layer_scale, *grads[1:])
+        if dx_dtype is not None and weight is not None:
+            operands = epilogue.input_gradient_operands(d, weight, layer_scale)
+            gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
+    return grads
+
+
+def _empty_by_library_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    N, dtype = dy.shape[-1], dy.dtype
+    dx = ((0,), None) if weight is None else ((*dy.shape[:-1], weight.shape[1]), dtype)
+    dweight = ((0,), None) if x is None else ((N, x.shape[-1]), dtype)
+    return empty_gradients(dy.device, dx, dweight, ((N,), dtype if needs_dbias else None))
+
+
+def _flops_by_library_bwd(dy, x, weight):
+    return 2 * math.prod(dy) * ((weight[1] if weight else 0) + (x[-1] if x else 0))
+
+
+@operator(fake=_empty_by_library_bwd, flops=_flops_by_library_bwd)
+def linear_by_library_bwd(
+    dy: Tensor, x: Tensor | None, weight: Tensor | None, needs_dbias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx of weight, dweight of x, dbias, all in dy's dtype; None where that is None or False."""
+    rows = as_rows(dy)
+    dx: Any = None
+    dweight: Any = None
+    dbias: Any = None
+    if weight is not None:
+        dx = gemm.matmul(rows, weight).view(*dy.shape[:-1], weight.shape[1])
+    if x is not None:
+        dweight = gemm.matmul(rows.t(), as_rows(x))
+    if needs_dbias:
+        dbias = column_sum(rows, empty((dy.shape[-1],), dy.dtype, dy.device))
+    return dx, dweight, dbias
+
+
+def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y (..., N) from x (..., K) contiguous, weight (N, K), residual (..., N), all of one dtype."""
+    y = F.linear(x, weight, bias).data  # no view, as in `product_with_bias`
+    return y if residual is None else y.add_(residual)
+
+
+class LinearSpec(NamedTuple):
+    """What `_decide` found for a kind of call."""
+
+    route: Route | None  # None: the specification runs
+    needs_gradient: bool
+    by_library: bool  # nothing is left to fuse, if x is contiguous and the route eager
+    activation: str  # "" is none
+    dtype: torch.dtype  # to compute in
+    casts: bool  # an operand has another dtype
+    out_dtype: torch.dtype
+    input_dtypes: tuple[torch.dtype | None, ...]  # of x, weight, bias, residual, layer_scale
+    saves_x: bool
+    saves_weight: bool
+    saves_bias: bool
+    saves_z: bool
+    saves_scales: bool
+    reads: Reads | None
+    is_repeatable: bool  # y from its residual and what is saved, in one product no wider than y
+
+
+@grad_handoff.register
+class LinearFunction(torch.autograd.Function):
+    """Casts to the compute dtype inside, so that each gradient is written in its input's dtype."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, spec):
+        if spec.casts:  # the kernels read a bias of any dtype
+            x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+        y, z = linear_fwd[spec.route](
+            x,
+            weight,
+            bias,
+            residual,
+            layer_scale,
+            row_scale,
+            spec.activation,
+            spec.out_dtype,
+            spec.saves_z,
+        )
+        ctx.save_for_backward(
+            x if spec.saves_x else None,
+            weight if spec.saves_weight else None,
+            bias if spec.saves_bias else None,
+            z if spec.saves_z else None,
+            layer_scale if spec.saves_scales else None,
+            row_scale if spec.saves_scales else None,
+        )
+        ctx.spec = spec
+        grad_handoff.publish(ctx, spec.reads, row_scale)
+        return y
+
+    @staticmethod
+    @first_order("linear")
+    def backward(ctx, dy):
+        options = (ctx.spec.activation, ctx.spec.dtype)
+        return layer_gradients(ctx, dy, linear_bwd, options, bias=2, layer_scale=4)
+
+
+@grad_handoff.register
+class LinearByLibraryFunction(torch.autograd.Function):
+    """(x, weight, bias, residual) -> y in few calls: at small batches the host's time decides.
+
+    Nothing is cast: the operands share one dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, reads):
+        needs_dx, needs_dweight, _, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None)
+        grad_handoff.publish(ctx, reads, None)
+        return by_library(x, weight, bias, residual)
+
+    @staticmethod
+    @first_order("linear")
+    def backward(ctx, dy):
+        needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
+        _, _, _, known = grad_handoff.take(ctx, dy, None, None)
+        dx, dweight, dbias = linear_by_library_bwd[backward_route(EAGER, dy)](
+            dy, *ctx.saved_tensors, needs_dbias and known is None
+        )
+        if known is not None:
+            dbias = known
+        return (
+            dx if needs_dx else None,
+            dweight if needs_dweight else None,
+            dbias if needs_dbias else None,
+            dy if needs_dresidual else None,
+            None,
+        )
+
+
+apply_linear = differentiable(LinearFunction)
+apply_linear_by_library = differentiable(LinearByLibraryFunction)
+
+
+def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls.
+
+    Args:
+        x: a tensor with the dtype and device of the product's M rows.
+    """
+    if needs_dispatcher() or isinstance(x, FakeTensor):
+        return False  # the route is not eager
+    if M == 0 or autocast_dtype(x) is not None:
+        return False
+    if x.dtype.itemsize == 2 and not x.is_cuda:
+        return False  # some CPUs' 16-bit BLAS accumulates in 16 bits
+    if residual is None:
+        return True
+    N, K = weight.shape
+    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
+    return config.route == "library" and residual.dtype == x.dtype
+
+
+@cached_dispatch
+def _decide(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    activation: str | None,
+) -> LinearSpec:
+    """Check the arguments; what runs, in which dtypes, and what is saved."""
+    check_input("linear", x)
+    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
+    check_activation("linear", activation)
+    unsupported = (
+        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
+        or unsupported
+    )
+    dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
+    inputs = (x, weight, bias, residual, layer_scale)
+    needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
+    needs_gram = needs_dscale and not activation  # dlayer_scale from W . G + b g
+    needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
+    route = choose_route("linear", unsupported, *inputs, row_scale)
+    casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
+    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+    reads = grad_handoff.offer(
+        dtype,
+        out_dtype,
+        bias,
+        layer_scale,
+        row_scale,
+        x=x,
+        needs_d=needs_dz and not activation,
+        needs_dbias=needs_dbias,
+        needs_dlayer_scale=needs_dscale,
+    )
+    is_small = residual is not None and weight.shape[1] <= weight.shape[0]
+    is_repeatable = is_small and needs_dx and needs_dweight and not activation
+    return LinearSpec(
+        route=route,
+        needs_gradient=needs_gradient(*inputs),
+        by_library=(
+            route is not None
+            and not casts
+            and not activation
+            and layer_scale is None
+            and row_scale is None
+            and is_by_library(x, x.numel() // max(x.shape[-1], 1), weight, residual)
+        ),
+        activation=activation or "",
+        dtype=dtype,
+        casts=casts,
+        out_dtype=out_dtype,
+        input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
+        saves_x=needs_dweight or needs_gram,
+        saves_weight=needs_dx or needs_gram,
+        saves_bias=needs_gram or is_repeatable,
+        saves_z=bool(activation) and needs_dz,
+        saves_scales=needs_dz,
+        reads=reads,
+        is_repeatable=is_repeatable,
+    )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """Linear layer with a fused epilogue.
+
+    y = residual + row_scale[sample] * layer_scale * act(x weight^T + bias)
+
+    Args:
+        x: (B, ..., K), fp16, bf16 or fp32, any strides; (K,) too where there is no row_scale.
+        weight: (N, K), any strides. bias: (N,) or None. Both in x.dtype unless under autocast.
+        activation: None, "gelu" (exact erf), "gelu_tanh", "quick_gelu" or "silu".
+        residual: (B, ..., N), any floating dtype, added last.
+        layer_scale: (N,), any floating dtype.
+        row_scale: (B,), any floating dtype: 0 or 1 / keep for each sample (DropPath). One that
+            requires a gradient takes the PyTorch path. Or what `keep_samples(B, rate)` gave: x then
+            has the S samples that it keeps, (S, ..., K), which are multiplied by B / S, and the
+            others of the residual (B, ..., N) pass as they are.
+    Returns:
+        (B, ..., N) in the compute dtype (autocast's, else x.dtype), promoted with residual.dtype.
+    Precision: fp32 accumulators and epilogue; act reads x weight^T + bias rounded to the compute
+        dtype. dweight, dbias and dlayer_scale accumulate in fp32, each in its parameter's dtype.
+    Saved: x and weight in the compute dtype; with an activation its input (B, ..., N) as well.
+    Raises: ValueError, such as "linear: bias must have shape (768,), got (384,)"; TypeError.
+    Specification: linear_ref. Derivation: docs/linear.md.
+    """
+    spec = _decide(x, weight, bias, residual, layer_scale, row_scale, activation)
+    route = spec.route
+    if route is None:
+        return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
+    if spec.by_library and route is EAGER and x.is_contiguous():
+        if spec.needs_gradient:
+            return apply_linear_by_library[route](x, weight, bias, residual, spec.reads)
+        return by_library(x, weight, bias, residual)
+    if spec.needs_gradient:
+        return apply_linear[route](x, weight, bias, residual, layer_scale, row_scale, spec)
+    if spec.casts:
+        x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+    return linear_fwd[route](
+        x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.out_dtype, False
+    )[0]

@@ -1,1 +1,0 @@
-"""Linear layers with an epilogue: functions.py calls, launch.py launches, kernels.py runs."""

@@ -1,1 +1,0 @@
-"""MLPs of two products: functions.py calls, launch.py launches, kernels.py runs."""
