@@ -365,7 +365,7 @@ def linear_fwd(
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
     pointers, sizes, flags = epilogue.epilogue_arguments(M, layer_scale, row_scale, residual)
     if plan.config.route == "gluon":
-        from ..common.gemm_warp_specialized import launch_warp_specialized
+        from .common.gemm_warp_specialized import launch_warp_specialized
 
         launch_warp_specialized(plan, y, z, None, rows, weight, None, contiguous(bias), activation)
         return y, z

@@ -265,7 +265,7 @@ def _hidden_gradient(
     rows = triton.cdiv(M, plan.config.block_m)
     warp_specialized = plan.config.route == "gluon"
     if warp_specialized:
-        from ..common.gemm_warp_specialized import FINISHERS, launch_warp_specialized
+        from .common.gemm_warp_specialized import FINISHERS, launch_warp_specialized
 
         rows *= FINISHERS.value
     partial = torch.empty((rows, F if sum_dz else 0), dtype=torch.float32, device=z.device)
