@@ -11,8 +11,8 @@ Saved: the tables; with a norm, or where the tables want a gradient, q, k and th
 too: the backward rebuilds its statistics.
 Precision: fp32 from the load to the store, one rounding; fp32 partials for the gradients of norms
 and tables, summed in a fixed order by a second kernel. No atomics.
-Source: arXiv:2104.09864, arXiv:2302.05442 (qk-norm). Kernels: common/rotation.py, without and with
-a norm; common/rotation_tables.py, where tables learn. Derivation: docs/rope.md.
+Source: arXiv:2104.09864, arXiv:2302.05442 (qk-norm). Kernels: common/rotation.py. Derivation:
+docs/rope.md.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ..runtime.operator import Route, differentiable, operator
-from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, tables_of
-from .common.rotation_tables import turn_back
+from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, rotate_bwd, tables_of
 
 Norm = Literal["layer_norm", "rms_norm"]
 PARAMS = ("q_norm_weight", "q_norm_bias", "k_norm_weight", "k_norm_bias")
@@ -186,7 +185,7 @@ def rope_bwd(
     )
     if q.numel() == 0:
         return dq, dk, dparams.zero_(), dtables.zero_()
-    turn_back(
+    rotate_bwd(
         (dq, dk),
         (_rows(dq_out), _rows(dk_out)),
         _rows(q),

@@ -191,7 +191,7 @@ def test_rope_counts_rows_in_32_bits():
     assert "B T H must be below 2^31" in cannot
     for plan in (_fwd_plan, _bwd_plan):  # where a program for any batch first knows its own
         with pytest.raises(ValueError, match=r"B T H must be below 2\^31, got 2147483648"):
-            plan(gpu(DEVICE), (2**31, 1, 1, 2), 2, rotation, False)
+            plan(gpu(DEVICE), (2**31, 1, 1, 2), 2, (), rotation, False)
 
 
 def test_rope_is_deterministic():

@@ -24,8 +24,7 @@ from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, f
 from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum
-from ..common.rotation import Rotation, rotate, tables_of
-from ..common.rotation_tables import turn_back
+from ..common.rotation import Rotation, rotate, rotate_bwd, tables_of
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
@@ -200,7 +199,7 @@ def rope_attention_bwd(
         False,
         packing=_packing(cu_seqlens, max_seqlen),
     )
-    turn_back(
+    rotate_bwd(
         (dq, dk),
         (dq, dk),
         q,

@@ -6,12 +6,21 @@ interleaved, else (i, i + R/2). With tables of full width, whose two columns of 
     a' = a cos_a - b sin_a,  b' = b cos_b + a sin_b;  the backward transposes this 2 x 2 matrix
 
 Columns past R and the first tokens of a sample stay as they are. A program reads and writes each
-element once, in one thread, so that outputs may be the inputs' own memory. Precision: fp32 until
-the store. Derivation: docs/rope.md.
+element once, in one thread, so that outputs may be the inputs' own memory.
+
+Where the tables learn, with y = x or norm(x) and (da', db') the gradients of a turned pair,
+
+    dcos_a = sum da' a,  dsin_a = -sum da' b,  dcos_b = sum db' b,  dsin_b = sum db' a
+
+over q, k and all samples and heads that share a row of the tables. A program holds BLOCK_ROWS rows
+of the tables and walks along a range of what shares them, so that it reads each row once; fp32 sums
+of the ranges are added by `column_sum` in a fixed order. No atomics.
+Precision: fp32 until the store. Derivation: docs/rope.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +30,7 @@ from ...runtime.arguments import contiguous
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
+from .reduction import column_sum
 
 NORMS = ("layer_norm", "rms_norm")
 MAX_D = 1024  # a head is held in the registers of one program
@@ -35,11 +45,12 @@ class RopeConfig(NamedTuple):
 
 
 # Key: BLOCK_P, pairs of a row up to a power of two. Eight pairs a thread, so that each loads 16
-# bytes of a and of b; in the backward of a norm, with fewer, a step's addresses bound it. By the
-# model of docs/compile.md; not yet measured.
+# bytes of a and of b; in the backward of a norm, with fewer, a step's addresses bound it; where
+# tables learn, four beside eight fp32 sums. By the model of docs/compile.md; not yet measured.
 PAIRS = 1024
 CONFIGS = [RopeConfig(rows, warps) for warps in (4, 8) for rows in (1, 2, 4, 8, 16, 32, 64)]
 PROGRAMS_PER_SM = 8
+MIN_SHARED = 8  # samples and heads of a range: its sums are 16 bytes for 12 of each of these
 
 
 def _table(name: str) -> ConfigTable[RopeConfig]:
@@ -55,37 +66,50 @@ def _table(name: str) -> ConfigTable[RopeConfig]:
 
 
 FWD_TABLE, BWD_TABLE = _table("rope_fwd"), _table("rope_bwd")
+TABLES_TABLE = _table("rope_tables_bwd")
+
+
+class Form(NamedTuple):
+    """Constants of a launch."""
+
+    NORM: Any  # "": none
+    INTERLEAVED: Any
+    D: Any
+    R: Any
+    BLOCK_ROWS: Any
+    BLOCK_P: Any
+
+
+class RowStrides(NamedTuple):
+    """Of (B, T, H, D), the last axis contiguous; of tables 0 along what shares them."""
+
+    b: Any
+    t: Any
+    h: Any
 
 
 @triton.jit
-def _pair_columns(D: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+def _pair_columns(WIDTH: tl.constexpr, FORM: tl.constexpr):
     """The columns of a and of b, half pairing; columns past R make pairs of their own."""
-    pair = tl.arange(0, BLOCK_P)
-    if R == D:
-        return pair, pair + D // 2
-    rotated = pair < R // 2
-    return tl.where(rotated, pair, pair + R // 2), tl.where(rotated, pair + R // 2, pair + D // 2)
+    pair = tl.arange(0, FORM.BLOCK_P)
+    HALF: tl.constexpr = FORM.R // 2
+    if WIDTH == FORM.R:
+        return pair, pair + HALF
+    rotated = pair < HALF
+    return tl.where(rotated, pair, pair + HALF), tl.where(rotated, pair + HALF, pair + FORM.D // 2)
 
 
 @triton.jit
-def _load_pairs(
-    row_ptrs,
-    mask_row,
-    other,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def _load_pairs(row_ptrs, mask_row, other, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """a and b (rows, BLOCK_P) in fp32; `other` in masked rows and in pairs past WIDTH."""
-    if INTERLEAVED:
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
+    if FORM.INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_P)
         mask = mask_row[:, None] & (offs < WIDTH)[None, :]
         x = tl.load(row_ptrs[:, None] + offs[None, :], mask=mask, other=other).to(tl.float32)
         a, b = tl.split(tl.reshape(x, (x.shape[0], BLOCK_P, 2)))
     else:
-        offs_a, offs_b = _pair_columns(D, R, BLOCK_P)
+        offs_a, offs_b = _pair_columns(WIDTH, FORM)
         mask = mask_row[:, None] & (tl.arange(0, BLOCK_P) < WIDTH // 2)[None, :]
         a = tl.load(row_ptrs[:, None] + offs_a[None, :], mask=mask, other=other).to(tl.float32)
         b = tl.load(row_ptrs[:, None] + offs_b[None, :], mask=mask, other=other).to(tl.float32)
@@ -93,68 +117,59 @@ def _load_pairs(
 
 
 @triton.jit
-def _store_pairs(
-    row_ptrs,
-    a,
-    b,
-    mask_row,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def _store_pairs(row_ptrs, a, b, mask_row, WIDTH: tl.constexpr, FORM: tl.constexpr):
     element = row_ptrs.dtype.element_ty
-    if INTERLEAVED:
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
+    if FORM.INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_P)
-        mask = mask_row[:, None] & (offs < D)[None, :]
+        mask = mask_row[:, None] & (offs < WIDTH)[None, :]
         x = tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK_P))
         tl.store(row_ptrs[:, None] + offs[None, :], x.to(element), mask=mask)
     else:
-        offs_a, offs_b = _pair_columns(D, R, BLOCK_P)
-        mask = mask_row[:, None] & (tl.arange(0, BLOCK_P) < D // 2)[None, :]
+        offs_a, offs_b = _pair_columns(WIDTH, FORM)
+        mask = mask_row[:, None] & (tl.arange(0, BLOCK_P) < WIDTH // 2)[None, :]
         tl.store(row_ptrs[:, None] + offs_a[None, :], a.to(element), mask=mask)
         tl.store(row_ptrs[:, None] + offs_b[None, :], b.to(element), mask=mask)
 
 
 @triton.jit
-def _load_parameter(
-    ptr, other, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr
-):
+def _load_parameter(ptr, other, FORM: tl.constexpr):
     """a and b (1, BLOCK_P) of a norm's weight or bias; `other` where there is none."""
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
     if ptr is None:
         a = tl.full((1, BLOCK_P), other, tl.float32)
         b = a
     else:
         one = tl.arange(0, 1)
-        a, b = _load_pairs(ptr + one, one < 1, other, D, D, R, INTERLEAVED, BLOCK_P)
+        a, b = _load_pairs(ptr + one, one < 1, other, FORM.D, FORM)
     return a, b
 
 
 @triton.jit
-def _normed(a, b, mask_pair, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _normed(a, b, mask_row, eps, FORM: tl.constexpr):
     """xhat of both, and rstd (rows). Pairs past D are 0."""
-    if NORM == "layer_norm":
-        mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / D
+    mask_pair = mask_row[:, None] & (tl.arange(0, FORM.BLOCK_P) < FORM.D // 2)[None, :]
+    if FORM.NORM == "layer_norm":
+        mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / FORM.D
         a = tl.where(mask_pair, a - mean[:, None], 0.0)
         b = tl.where(mask_pair, b - mean[:, None], 0.0)
         # Second pass: otherwise a constant row's rounding error shows up as variance.
-        mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / D
+        mean = (tl.sum(a, axis=1) + tl.sum(b, axis=1)) / FORM.D
         a = tl.where(mask_pair, a - mean[:, None], 0.0)
         b = tl.where(mask_pair, b - mean[:, None], 0.0)
-    rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)
+    rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / FORM.D + eps)
     return a * rstd[:, None], b * rstd[:, None], rstd
 
 
 @triton.jit
-def _rotated(a, b, cos, sin, mask, TRANSPOSE: tl.constexpr):
-    """The pairs turned where `mask`: elsewhere infinity times a sine of 0 would leave NaN."""
-    cos_a, cos_b = cos
-    sin_a, sin_b = sin
+def _rotated(a, b, tables, TRANSPOSE: tl.constexpr):
+    """The pairs turned where the tables say: elsewhere infinity times a sine of 0 would be NaN."""
+    cos_a, cos_b, sin_a, sin_b, turns = tables
     if TRANSPOSE:
         turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    return tl.where(mask, turned_a, a), tl.where(mask, turned_b, b)
+    return tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)
 
 
 @triton.jit
@@ -169,58 +184,34 @@ def _places(rows, T, H):
 @triton.jit
 def _offsets(places, strides):
     samples, tokens, heads = places
-    stride_b, stride_t, stride_h = strides
-    return samples * stride_b + tokens * stride_t + heads * stride_h
+    return samples * strides.b + tokens * strides.t + heads * strides.h
 
 
 @triton.jit
-def _tables(
-    cos_ptr,
-    sin_ptr,
-    places,
-    mask_row,
-    prefix_tokens,
-    strides,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def _tables(ptrs, places, mask_row, prefix_tokens, strides, FORM: tl.constexpr):
     """cos and sin, each of a and b, and which pairs turn."""
+    cos_ptr, sin_ptr = ptrs
     samples, tokens, heads = places
     mask_row = mask_row & (tokens >= prefix_tokens)
     offs = _offsets((samples, tokens - prefix_tokens, heads), strides)
-    cos = _load_pairs(cos_ptr + offs, mask_row, 1.0, R, D, R, INTERLEAVED, BLOCK_P)
-    sin = _load_pairs(sin_ptr + offs, mask_row, 0.0, R, D, R, INTERLEAVED, BLOCK_P)
-    return cos, sin, mask_row[:, None] & (tl.arange(0, BLOCK_P) < R // 2)[None, :]
+    cos_a, cos_b = _load_pairs(cos_ptr + offs, mask_row, 1.0, FORM.R, FORM)
+    sin_a, sin_b = _load_pairs(sin_ptr + offs, mask_row, 0.0, FORM.R, FORM)
+    turns = mask_row[:, None] & (tl.arange(0, FORM.BLOCK_P) < FORM.R // 2)[None, :]
+    return cos_a, cos_b, sin_a, sin_b, turns
 
 
 @triton.jit
 def _rotate_rows(
-    out_ptrs,
-    x_ptrs,
-    weight_ptr,
-    bias_ptr,
-    mask_row,
-    tables,
-    eps,
-    NORM: tl.constexpr,
-    TRANSPOSE: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    out_ptrs, x_ptrs, params, mask_row, tables, eps, FORM: tl.constexpr, TRANSPOSE: tl.constexpr
 ):
-    cos, sin, turns = tables
-    a, b = _load_pairs(x_ptrs, mask_row, 0.0, D, D, R, INTERLEAVED, BLOCK_P)
-    if NORM != "":
-        mask_pair = mask_row[:, None] & (tl.arange(0, BLOCK_P) < D // 2)[None, :]
-        a, b, _ = _normed(a, b, mask_pair, eps, D, NORM)
-        weight_a, weight_b = _load_parameter(weight_ptr, 1.0, D, R, INTERLEAVED, BLOCK_P)
-        bias_a, bias_b = _load_parameter(bias_ptr, 0.0, D, R, INTERLEAVED, BLOCK_P)
+    a, b = _load_pairs(x_ptrs, mask_row, 0.0, FORM.D, FORM)
+    if FORM.NORM != "":
+        a, b, _ = _normed(a, b, mask_row, eps, FORM)
+        weight_a, weight_b = _load_parameter(params[0], 1.0, FORM)
+        bias_a, bias_b = _load_parameter(params[1], 0.0, FORM)
         a, b = a * weight_a + bias_a, b * weight_b + bias_b
-    a, b = _rotated(a, b, cos, sin, turns, TRANSPOSE)
-    _store_pairs(out_ptrs, a, b, mask_row, D, R, INTERLEAVED, BLOCK_P)
+    a, b = _rotated(a, b, tables, TRANSPOSE)
+    _store_pairs(out_ptrs, a, b, mask_row, FORM.D, FORM)
 
 
 @triton.jit(**ANY_BATCH)
@@ -239,84 +230,33 @@ def _rope_fwd_kernel(
     T,
     H,
     prefix_tokens,
-    stride_out_b,
-    stride_out_t,
-    stride_out_h,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    stride_table_b,
-    stride_table_t,
-    stride_table_h,
+    strides,
     eps,
-    NORM: tl.constexpr,
+    FORM: tl.constexpr,
     TRANSPOSE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    stride_out, stride_q, stride_k, stride_table = strides
+    rows = tl.program_id(0) * FORM.BLOCK_ROWS + tl.arange(0, FORM.BLOCK_ROWS)
     mask_row = rows < num_rows
     places = _places(rows, T, H)
-    tables = _tables(
-        cos_ptr,
-        sin_ptr,
-        places,
-        mask_row,
-        prefix_tokens,
-        (stride_table_b, stride_table_t, stride_table_h),
-        D,
-        R,
-        INTERLEAVED,
-        BLOCK_P,
-    )
-    offs_out = _offsets(places, (stride_out_b, stride_out_t, stride_out_h))
-    _rotate_rows(
-        q_out_ptr + offs_out,
-        q_ptr + _offsets(places, (stride_q_b, stride_q_t, stride_q_h)),
-        q_weight_ptr,
-        q_bias_ptr,
-        mask_row,
-        tables,
-        eps,
-        NORM,
-        TRANSPOSE,
-        D,
-        R,
-        INTERLEAVED,
-        BLOCK_P,
-    )
-    _rotate_rows(
-        k_out_ptr + offs_out,
-        k_ptr + _offsets(places, (stride_k_b, stride_k_t, stride_k_h)),
-        k_weight_ptr,
-        k_bias_ptr,
-        mask_row,
-        tables,
-        eps,
-        NORM,
-        TRANSPOSE,
-        D,
-        R,
-        INTERLEAVED,
-        BLOCK_P,
-    )
+    tables = _tables((cos_ptr, sin_ptr), places, mask_row, prefix_tokens, stride_table, FORM)
+    offs_out = _offsets(places, stride_out)
+    out_ptrs, x_ptrs = q_out_ptr + offs_out, q_ptr + _offsets(places, stride_q)
+    params = q_weight_ptr, q_bias_ptr
+    _rotate_rows(out_ptrs, x_ptrs, params, mask_row, tables, eps, FORM, TRANSPOSE)
+    out_ptrs, x_ptrs = k_out_ptr + offs_out, k_ptr + _offsets(places, stride_k)
+    params = k_weight_ptr, k_bias_ptr
+    _rotate_rows(out_ptrs, x_ptrs, params, mask_row, tables, eps, FORM, TRANSPOSE)
 
 
 @triton.jit
-def _norm_bwd(
-    da, db, xhat_a, xhat_b, rstd, weight_a, weight_b, D: tl.constexpr, NORM: tl.constexpr
-):
+def _norm_bwd(da, db, xhat_a, xhat_b, rstd, weight, FORM: tl.constexpr):
     """From the gradient of a norm's output to that of its input."""
+    weight_a, weight_b = weight
     g_a, g_b = da * weight_a, db * weight_b
-    mean_g_xhat = (tl.sum(g_a * xhat_a, axis=1) + tl.sum(g_b * xhat_b, axis=1)) / D
-    if NORM == "layer_norm":
-        mean_g = (tl.sum(g_a, axis=1) + tl.sum(g_b, axis=1)) / D
+    mean_g_xhat = (tl.sum(g_a * xhat_a, axis=1) + tl.sum(g_b * xhat_b, axis=1)) / FORM.D
+    if FORM.NORM == "layer_norm":
+        mean_g = (tl.sum(g_a, axis=1) + tl.sum(g_b, axis=1)) / FORM.D
         g_a, g_b = g_a - mean_g[:, None], g_b - mean_g[:, None]
     a = rstd[:, None] * (g_a - xhat_a * mean_g_xhat[:, None])
     b = rstd[:, None] * (g_b - xhat_b * mean_g_xhat[:, None])
@@ -324,53 +264,33 @@ def _norm_bwd(
 
 
 @triton.jit
-def _store_partial(
-    partial_ptr,
-    dweight_a,
-    dweight_b,
-    dbias_a,
-    dbias_b,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+def _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, FORM: tl.constexpr):
     """[dweight (D) | dbias (D)] of one program, from sums (BLOCK_ROWS, BLOCK_P) each."""
-    BLOCK_P: tl.constexpr = dweight_a.shape[1]
     one = tl.arange(0, 1)
     dweight_a, dweight_b = tl.sum(dweight_a, axis=0)[None, :], tl.sum(dweight_b, axis=0)[None, :]
     dbias_a, dbias_b = tl.sum(dbias_a, axis=0)[None, :], tl.sum(dbias_b, axis=0)[None, :]
-    _store_pairs(partial_ptr + one, dweight_a, dweight_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
-    _store_pairs(partial_ptr + D + one, dbias_a, dbias_b, one < 1, D, R, INTERLEAVED, BLOCK_P)
+    _store_pairs(partial_ptr + one, dweight_a, dweight_b, one < 1, FORM.D, FORM)
+    _store_pairs(partial_ptr + FORM.D + one, dbias_a, dbias_b, one < 1, FORM.D, FORM)
 
 
 @triton.jit
 def _normed_rows_bwd(
-    dx_ptr,
+    ptrs,
     partial_ptr,
-    dy_ptr,
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    weight_ptr,
-    num_rows,
-    T,
-    H,
-    prefix_tokens,
-    strides_dx,
-    strides_dy,
-    strides_x,
-    strides_table,
+    table_ptrs,
+    sizes,
+    strides,
     eps,
-    NORM: tl.constexpr,
+    FORM: tl.constexpr,
     NEEDS_DPARAMS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
 ):
     """dx of every P-th row block of q or of k, and this program's share of dweight and dbias."""
-    weight_a, weight_b = _load_parameter(weight_ptr, 1.0, D, R, INTERLEAVED, BLOCK_P)
+    dx_ptr, dy_ptr, x_ptr, weight_ptr = ptrs
+    num_rows, T, H, prefix_tokens = sizes
+    stride_dx, stride_dy, stride_x, stride_table = strides
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
+    weight = _load_parameter(weight_ptr, 1.0, FORM)
     dweight_a = tl.zeros((BLOCK_ROWS, BLOCK_P), dtype=tl.float32)
     dweight_b, dbias_a, dbias_b = dweight_a, dweight_a, dweight_a
     step = tl.num_programs(0) * BLOCK_ROWS
@@ -378,35 +298,22 @@ def _normed_rows_bwd(
         rows = row + tl.arange(0, BLOCK_ROWS)
         mask_row = rows < num_rows
         places = _places(rows, T, H)
-        cos, sin, turns = _tables(
-            cos_ptr,
-            sin_ptr,
-            places,
-            mask_row,
-            prefix_tokens,
-            strides_table,
-            D,
-            R,
-            INTERLEAVED,
-            BLOCK_P,
-        )
-        dy_ptrs = dy_ptr + _offsets(places, strides_dy)
-        x_ptrs = x_ptr + _offsets(places, strides_x)
-        da, db = _load_pairs(dy_ptrs, mask_row, 0.0, D, D, R, INTERLEAVED, BLOCK_P)
-        a, b = _load_pairs(x_ptrs, mask_row, 0.0, D, D, R, INTERLEAVED, BLOCK_P)
-        da, db = _rotated(da, db, cos, sin, turns, True)
-        mask_pair = mask_row[:, None] & (tl.arange(0, BLOCK_P) < D // 2)[None, :]
-        xhat_a, xhat_b, rstd = _normed(a, b, mask_pair, eps, D, NORM)
+        tables = _tables(table_ptrs, places, mask_row, prefix_tokens, stride_table, FORM)
+        dy_ptrs = dy_ptr + _offsets(places, stride_dy)
+        x_ptrs = x_ptr + _offsets(places, stride_x)
+        da, db = _load_pairs(dy_ptrs, mask_row, 0.0, FORM.D, FORM)
+        a, b = _load_pairs(x_ptrs, mask_row, 0.0, FORM.D, FORM)
+        da, db = _rotated(da, db, tables, True)
+        xhat_a, xhat_b, rstd = _normed(a, b, mask_row, eps, FORM)
         if NEEDS_DPARAMS:
             dweight_a += da * xhat_a
             dweight_b += db * xhat_b
             dbias_a += da
             dbias_b += db
-        a, b = _norm_bwd(da, db, xhat_a, xhat_b, rstd, weight_a, weight_b, D, NORM)
-        dx_ptrs = dx_ptr + _offsets(places, strides_dx)
-        _store_pairs(dx_ptrs, a, b, mask_row, D, R, INTERLEAVED, BLOCK_P)
+        a, b = _norm_bwd(da, db, xhat_a, xhat_b, rstd, weight, FORM)
+        _store_pairs(dx_ptr + _offsets(places, stride_dx), a, b, mask_row, FORM.D, FORM)
     if NEEDS_DPARAMS:
-        _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, D, R, INTERLEAVED)
+        _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, FORM)
 
 
 @triton.jit(**ANY_BATCH)
@@ -426,91 +333,144 @@ def _rope_norm_bwd_kernel(
     T,
     H,
     prefix_tokens,
-    stride_dx_b,
-    stride_dx_t,
-    stride_dx_h,
-    stride_dq_out_b,
-    stride_dq_out_t,
-    stride_dq_out_h,
-    stride_dk_out_b,
-    stride_dk_out_t,
-    stride_dk_out_h,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    stride_table_b,
-    stride_table_t,
-    stride_table_h,
+    strides,
     eps,
-    NORM: tl.constexpr,
+    FORM: tl.constexpr,
     NEEDS_DPARAMS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
 ):
-    strides_dx = (stride_dx_b, stride_dx_t, stride_dx_h)
-    strides_table = (stride_table_b, stride_table_t, stride_table_h)
+    stride_dx, stride_dq_out, stride_dk_out, stride_q, stride_k, stride_table = strides
+    sizes, tables = (num_rows, T, H, prefix_tokens), (cos_ptr, sin_ptr)
     q_partial_ptr, k_partial_ptr = partial_ptr, partial_ptr
     if NEEDS_DPARAMS:
-        q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * 4 * D
-        k_partial_ptr = q_partial_ptr + 2 * D
+        q_partial_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * 4 * FORM.D
+        k_partial_ptr = q_partial_ptr + 2 * FORM.D
     if tl.program_id(1) == 0:
-        _normed_rows_bwd(
-            dq_ptr,
-            q_partial_ptr,
-            dq_out_ptr,
-            q_ptr,
-            cos_ptr,
-            sin_ptr,
-            q_weight_ptr,
-            num_rows,
-            T,
-            H,
-            prefix_tokens,
-            strides_dx,
-            (stride_dq_out_b, stride_dq_out_t, stride_dq_out_h),
-            (stride_q_b, stride_q_t, stride_q_h),
-            strides_table,
-            eps,
-            NORM,
-            NEEDS_DPARAMS,
-            INTERLEAVED,
-            D,
-            R,
-            BLOCK_ROWS,
-            BLOCK_P,
-        )
+        q_ptrs = dq_ptr, dq_out_ptr, q_ptr, q_weight_ptr
+        q_strides = stride_dx, stride_dq_out, stride_q, stride_table
+        _normed_rows_bwd(q_ptrs, q_partial_ptr, tables, sizes, q_strides, eps, FORM, NEEDS_DPARAMS)
     else:
-        _normed_rows_bwd(
-            dk_ptr,
-            k_partial_ptr,
-            dk_out_ptr,
-            k_ptr,
-            cos_ptr,
-            sin_ptr,
-            k_weight_ptr,
-            num_rows,
-            T,
-            H,
-            prefix_tokens,
-            strides_dx,
-            (stride_dk_out_b, stride_dk_out_t, stride_dk_out_h),
-            (stride_k_b, stride_k_t, stride_k_h),
-            strides_table,
-            eps,
-            NORM,
-            NEEDS_DPARAMS,
-            INTERLEAVED,
-            D,
-            R,
-            BLOCK_ROWS,
-            BLOCK_P,
-        )
+        k_ptrs = dk_ptr, dk_out_ptr, k_ptr, k_weight_ptr
+        k_strides = stride_dx, stride_dk_out, stride_k, stride_table
+        _normed_rows_bwd(k_ptrs, k_partial_ptr, tables, sizes, k_strides, eps, FORM, NEEDS_DPARAMS)
+
+
+@triton.jit
+def _shared_rows_bwd(
+    ptrs,
+    partial_ptr,
+    places,
+    mask_row,
+    tables,
+    sums,
+    shared,
+    strides,
+    eps,
+    FORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+):
+    """dx of all of q or of k that shares these rows; the tables' sums with what it adds to them."""
+    dx_ptr, dy_ptr, x_ptr, weight_ptr, bias_ptr = ptrs
+    stride_dx, stride_dy, stride_x = strides
+    first, last, heads_shared = shared
+    samples, tokens, heads = places
+    dcos_a, dcos_b, dsin_a, dsin_b = sums
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
+    weight_a, weight_b = _load_parameter(weight_ptr, 1.0, FORM)
+    bias_a, bias_b = _load_parameter(bias_ptr, 0.0, FORM)
+    dweight_a = tl.zeros((BLOCK_ROWS, BLOCK_P), dtype=tl.float32)
+    dweight_b, dbias_a, dbias_b = dweight_a, dweight_a, dweight_a
+    for n in tl.range(first, last):
+        sample = n // heads_shared
+        here = (samples + sample, tokens, heads + (n - sample * heads_shared))
+        dy_ptrs, x_ptrs = dy_ptr + _offsets(here, stride_dy), x_ptr + _offsets(here, stride_x)
+        da, db = _load_pairs(dy_ptrs, mask_row, 0.0, FORM.D, FORM)
+        a, b = _load_pairs(x_ptrs, mask_row, 0.0, FORM.D, FORM)
+        if FORM.NORM != "":
+            xhat_a, xhat_b, rstd = _normed(a, b, mask_row, eps, FORM)
+            a, b = xhat_a * weight_a + bias_a, xhat_b * weight_b + bias_b
+        dcos_a += da * a
+        dcos_b += db * b
+        dsin_a -= da * b
+        dsin_b += db * a
+        da, db = _rotated(da, db, tables, True)
+        if FORM.NORM != "":
+            if NEEDS_DPARAMS:
+                dweight_a += da * xhat_a
+                dweight_b += db * xhat_b
+                dbias_a += da
+                dbias_b += db
+            da, db = _norm_bwd(da, db, xhat_a, xhat_b, rstd, (weight_a, weight_b), FORM)
+        _store_pairs(dx_ptr + _offsets(here, stride_dx), da, db, mask_row, FORM.D, FORM)
+    if NEEDS_DPARAMS:
+        _store_partial(partial_ptr, dweight_a, dweight_b, dbias_a, dbias_b, FORM)
+    return dcos_a, dcos_b, dsin_a, dsin_b
+
+
+@triton.jit(**ANY_BATCH)
+def _rope_tables_bwd_kernel(
+    dq_ptr,
+    dk_ptr,
+    dtables_ptr,
+    partial_ptr,
+    dq_out_ptr,
+    dk_out_ptr,
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    q_bias_ptr,
+    k_weight_ptr,
+    k_bias_ptr,
+    num_rows,
+    T,
+    table_heads,
+    prefix_tokens,
+    num_shared,
+    shared_per_split,
+    heads_shared,
+    strides,
+    eps,
+    FORM: tl.constexpr,
+    NEEDS_DPARAMS: tl.constexpr,
+):
+    stride_dx, stride_dq_out, stride_dk_out, stride_q, stride_k, stride_table = strides
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_P: tl.constexpr = FORM.BLOCK_P
+    split = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask_row = rows < num_rows
+    places = _places(rows, T, table_heads)
+    tables = _tables((cos_ptr, sin_ptr), places, mask_row, prefix_tokens, stride_table, FORM)
+    first = split * shared_per_split
+    last = tl.minimum(first + shared_per_split, num_shared)
+    shared = first, last, heads_shared
+    q_partial_ptr, k_partial_ptr = partial_ptr, partial_ptr
+    if NEEDS_DPARAMS:
+        program = split.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        q_partial_ptr = partial_ptr + program * 4 * FORM.D
+        k_partial_ptr = q_partial_ptr + 2 * FORM.D
+    zeros = tl.zeros((BLOCK_ROWS, BLOCK_P), dtype=tl.float32)
+    sums = zeros, zeros, zeros, zeros
+    ptrs = dq_ptr, dq_out_ptr, q_ptr, q_weight_ptr, q_bias_ptr
+    of_q = stride_dx, stride_dq_out, stride_q
+    sums = _shared_rows_bwd(
+        ptrs, q_partial_ptr, places, mask_row, tables, sums, shared, of_q, eps, FORM, NEEDS_DPARAMS
+    )
+    ptrs = dk_ptr, dk_out_ptr, k_ptr, k_weight_ptr, k_bias_ptr
+    of_k = stride_dx, stride_dk_out, stride_k
+    dcos_a, dcos_b, dsin_a, dsin_b = _shared_rows_bwd(
+        ptrs, k_partial_ptr, places, mask_row, tables, sums, shared, of_k, eps, FORM, NEEDS_DPARAMS
+    )
+    samples, tokens, heads = places
+    turned = T - prefix_tokens
+    table_rows = (samples * table_heads + heads) * turned + tokens - prefix_tokens
+    size = (num_rows // T).to(tl.int64) * turned * FORM.R  # of one table
+    mask_row = mask_row & (tokens >= prefix_tokens)
+    dcos_ptrs = dtables_ptr + split * 2 * size + table_rows * FORM.R
+    _store_pairs(dcos_ptrs, dcos_a, dcos_b, mask_row, FORM.R, FORM)
+    _store_pairs(dcos_ptrs + size, dsin_a, dsin_b, mask_row, FORM.R, FORM)
 
 
 class Rotation(NamedTuple):
@@ -527,7 +487,7 @@ class Tables(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-    strides: tuple[int, ...]
+    strides: RowStrides
 
 
 def tables_of(cos: Tensor, sin: Tensor) -> Tables:
@@ -538,25 +498,21 @@ def tables_of(cos: Tensor, sin: Tensor) -> Tables:
     ndim = len(shape)
     stride_b = strides[0] if ndim > 2 and shape[0] > 1 else 0
     stride_h = strides[1] if ndim == 4 and shape[1] > 1 else 0
-    return Tables(cos, sin, (stride_b, strides[-2], stride_h))
+    return Tables(cos, sin, RowStrides(stride_b, strides[-2], stride_h))
 
 
-def chosen(
-    table: ConfigTable[RopeConfig], gpu: Gpu, D: int, R: int, rotation: Rotation, **flags: bool
+def _strides(tables: Tables, *tensors: Tensor) -> tuple[RowStrides, ...]:
+    return *(RowStrides(*x.stride()[:3]) for x in tensors), tables.strides
+
+
+def _chosen(
+    table: ConfigTable[RopeConfig], gpu: Gpu, D: int, R: int, rotation: Rotation
 ) -> tuple[RopeConfig, dict[str, Any]]:
-    """The config for heads of D columns, and the constexprs and options of the launch."""
+    """The config for heads of D columns, constants and options of the launch."""
     block_p = triton.next_power_of_2(D // 2)
     config = table.choose(gpu, block_p)
-    return config, dict(
-        flags,
-        NORM=rotation.norm,
-        INTERLEAVED=rotation.interleaved,
-        D=D,
-        R=R,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_P=block_p,
-        num_warps=config.num_warps,
-    )
+    form = Form(rotation.norm, rotation.interleaved, D, R, config.block_rows, block_p)
+    return config, dict(FORM=form, num_warps=config.num_warps)
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
@@ -568,16 +524,77 @@ def _count_rows(shape: tuple[int, ...]) -> int:
     return num_rows
 
 
+class _Plan(NamedTuple):
+    launch: Callable[..., None]  # called with tensors
+    programs: int
+    splits: int = 1
+
+
 @launch_plan
 def _fwd_plan(
-    gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, transpose: bool
-) -> tuple[Any, tuple[int, ...]]:
-    """The kernel on its grid, sizes."""
+    gpu: Gpu,
+    shape: tuple[int, ...],
+    R: int,
+    strides: tuple[RowStrides, ...],
+    rotation: Rotation,
+    transpose: bool,
+) -> _Plan:
     _, T, H, D = shape
-    config, options = chosen(FWD_TABLE, gpu, D, R, rotation, TRANSPOSE=transpose)
+    config, options = _chosen(FWD_TABLE, gpu, D, R, rotation)
     num_rows = _count_rows(shape)
-    grid = (triton.cdiv(num_rows, config.block_rows),)
-    return bind_launch(_rope_fwd_kernel, grid, **options), (num_rows, T, H, rotation.prefix_tokens)
+    programs = triton.cdiv(num_rows, config.block_rows)
+    sizes = num_rows, T, H, rotation.prefix_tokens, strides, rotation.eps
+    launch = bind_launch(_rope_fwd_kernel, (programs,), *sizes, TRANSPOSE=transpose, **options)
+    return _Plan(launch, programs)
+
+
+@launch_plan
+def _bwd_plan(
+    gpu: Gpu,
+    shape: tuple[int, ...],
+    R: int,
+    strides: tuple[RowStrides, ...],
+    rotation: Rotation,
+    needs_dparams: bool,
+) -> _Plan:
+    _, T, H, D = shape
+    config, options = _chosen(BWD_TABLE, gpu, D, R, rotation)
+    num_rows = _count_rows(shape)
+    programs = min(
+        triton.cdiv(num_rows, config.block_rows),
+        max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
+    )
+    sizes = num_rows, T, H, rotation.prefix_tokens, strides, rotation.eps
+    options["NEEDS_DPARAMS"] = needs_dparams
+    return _Plan(bind_launch(_rope_norm_bwd_kernel, (programs, 2), *sizes, **options), programs)
+
+
+@launch_plan
+def _tables_plan(
+    gpu: Gpu,
+    shape: tuple[int, ...],
+    table: tuple[int, ...],
+    strides: tuple[RowStrides, ...],
+    rotation: Rotation,
+    needs_dparams: bool,
+) -> _Plan:
+    B, T, H, D = shape
+    *leading, _, R = table
+    table_samples, table_heads = (*leading, 1, 1)[:2]
+    samples_shared, heads_shared = B // table_samples, H // table_heads
+    config, options = _chosen(TABLES_TABLE, gpu, D, R, rotation)
+    num_rows = table_samples * T * table_heads
+    row_blocks = triton.cdiv(num_rows, config.block_rows)
+    num_shared = samples_shared * heads_shared
+    wanted = max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // row_blocks)
+    shared_per_split = max(MIN_SHARED, triton.cdiv(num_shared, wanted))
+    splits = triton.cdiv(num_shared, shared_per_split)
+    sizes = num_rows, T, table_heads, rotation.prefix_tokens, num_shared, shared_per_split
+    last = heads_shared, strides, rotation.eps
+    options["NEEDS_DPARAMS"] = needs_dparams
+    grid = row_blocks, splits
+    launch = bind_launch(_rope_tables_bwd_kernel, grid, *sizes, *last, **options)
+    return _Plan(launch, row_blocks * splits, splits)
 
 
 def rotate(
@@ -600,76 +617,53 @@ def rotate(
         return
     if rotation.norm:
         norms = tuple(map(contiguous, norms))
-    R = tables.cos.shape[-1]
-    launch, sizes = _fwd_plan(gpu(q.device), q.shape, R, rotation, transpose)
-    launch(
-        *out,
-        q,
-        k,
-        tables.cos,
-        tables.sin,
-        *norms,
-        *sizes,
-        *out[0].stride()[:3],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *tables.strides,
-        rotation.eps,
-    )
+    strides, R = _strides(tables, out[0], q, k), tables.cos.shape[-1]
+    plan = _fwd_plan(gpu(q.device), q.shape, R, strides, rotation, transpose)
+    plan.launch(*out, q, k, tables.cos, tables.sin, *norms)
 
 
-@launch_plan
-def _bwd_plan(
-    gpu: Gpu, shape: tuple[int, ...], R: int, rotation: Rotation, needs_dparams: bool
-) -> tuple[Any, tuple[int, ...], int]:
-    """The kernel on its grid, sizes, programs."""
-    _, T, H, D = shape
-    config, options = chosen(BWD_TABLE, gpu, D, R, rotation, NEEDS_DPARAMS=needs_dparams)
-    num_rows = _count_rows(shape)
-    programs = min(
-        triton.cdiv(num_rows, config.block_rows),
-        max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
-    )
-    sizes = (num_rows, T, H, rotation.prefix_tokens)
-    return bind_launch(_rope_norm_bwd_kernel, (programs, 2), **options), sizes, programs
-
-
-def rotate_norm_bwd(
+def rotate_bwd(
     dx: tuple[Tensor, Tensor],
     dy: tuple[Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     tables: Tables,
     rotation: Rotation,
-    weights: tuple[Tensor | None, Tensor | None],
-    needs_dparams: bool,
-) -> Tensor | None:
-    """Write dq and dk through rotation and norm; returns partials (programs, 4 D) fp32 if wanted.
+    norms: tuple[Tensor | None, ...],
+    dparams: Tensor,
+    dtables: Tensor,
+) -> None:
+    """The whole backward of a rotation, in one pass over its tensors.
 
-    A row of them: dweight and dbias of q, then of k. `dx` may be `dy` itself.
+    Args:
+        dx: of equal strides; may be dy itself.
+        q, k: as they came; read for a norm and for the tables' gradients.
+        norms: weight and bias of q, of k; contiguous.
+        dparams: (4, D): dweight and dbias of q's norm, then of k's; no element where not wanted.
+        dtables: (2, ...), contiguous: of cos and of sin; no element where not wanted.
     """
-    launch, sizes, programs = _bwd_plan(
-        gpu(q.device), q.shape, tables.cos.shape[-1], rotation, needs_dparams
+    if not (dtables.numel() or rotation.norm):
+        rotate(dx, *dy, tables, rotation, transpose=True)
+        return
+    assert q is not None and k is not None
+    here, D, cos = gpu(q.device), q.shape[-1], tables.cos
+    strides, needs_dparams = _strides(tables, dx[0], *dy, q, k), dparams.numel() > 0
+    plan = (
+        _tables_plan(here, q.shape, cos.shape, strides, rotation, needs_dparams)
+        if dtables.numel()
+        else _bwd_plan(here, q.shape, cos.shape[-1], strides, rotation, needs_dparams)
     )
     partial = None
-    if needs_dparams:
-        partial = q.new_empty((programs, 4 * q.shape[-1]), dtype=torch.float32)
-    launch(
-        *dx,
-        partial,
-        *dy,
-        q,
-        k,
-        tables.cos,
-        tables.sin,
-        *weights,
-        *sizes,
-        *dx[0].stride()[:3],
-        *dy[0].stride()[:3],
-        *dy[1].stride()[:3],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *tables.strides,
-        rotation.eps,
-    )
-    return partial
+    if needs_dparams:  # a row of them: dweight and dbias of q, then of k
+        partial = q.new_empty((plan.programs, 4 * D), dtype=torch.float32)
+    if dtables.numel():
+        sums = dtables
+        if plan.splits > 1:
+            sums = q.new_empty((plan.splits, dtables.numel()), dtype=torch.float32)
+        plan.launch(*dx, sums, partial, *dy, q, k, cos, tables.sin, *norms)
+        if plan.splits > 1:
+            column_sum(sums, dtables)
+    else:
+        plan.launch(*dx, partial, *dy, q, k, cos, tables.sin, norms[0], norms[2])
+    if partial is not None:
+        column_sum(partial, dparams)
