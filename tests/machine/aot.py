@@ -122,7 +122,7 @@ def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], s
         if isinstance(x, int) and not parameter.is_constexpr:
             free, loose = parameter.do_not_specialize, parameter.do_not_specialize_on_alignment
             return f"{x == 1 and not free} {x % 16 == 0 and not (free or loose)} {x >> 31 != 0}"
-        if type(x) is tuple:
+        if isinstance(x, tuple) and not parameter.is_constexpr:
             return f"({', '.join(word(each, parameter) for each in x)})"
         if type(x) is float and not parameter.is_constexpr:
             return "float"
@@ -205,15 +205,23 @@ class _RunLaunchers(TorchDispatchMode):
             return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
 
 
+def by_field(constants: dict[str, Any]) -> dict[str, Any]:
+    """Constexprs by name, those that are tuples by the names of their fields."""
+    found: dict[str, Any] = {}
+    for name, value in constants.items():
+        found |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+    return found
+
+
 def _label(compiled: Any) -> tuple[str, str]:
     """Constexprs and options in one line, and the dtypes of the pointers in argument order."""
     source = compiled.src
-    words = []
-    for parameter in source.fn.params:
-        value = source.constants.get((parameter.num,))
-        if not parameter.is_constexpr or value is None or value is False or value == "":
-            continue
-        words.append(parameter.name if value is True else f"{parameter.name}={value}")
+    given = {p.name: source.constants.get((p.num,)) for p in source.fn.params if p.is_constexpr}
+    words = [
+        name if value is True else f"{name}={value}"
+        for name, value in by_field(given).items()
+        if value is not None and value is not False and value != ""
+    ]
     words += [f"w{compiled.metadata.num_warps}", f"s{compiled.metadata.num_stages}"]
     pointers = [k for k in source.signature.values() if isinstance(k, str) and k.startswith("*")]
     return " ".join(words), ",".join(dict.fromkeys(kind[1:] for kind in pointers))

@@ -130,7 +130,8 @@ def _launch(launch: aot.Launch, kernel: Kernel, code: Code | None) -> Launch:
     for name, kind in launch.compiled.src.signature.items():
         add(kind, given[name])
     arguments = {
-        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for name, x in given.items()
+        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
+        for name, x in aot.by_field(given).items()
     }
     moved = sum(map(tensor_bytes, tensors))
     return Launch(kernel, code, launch.grid, arguments, tuple(integers), moved)

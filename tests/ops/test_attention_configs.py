@@ -41,6 +41,7 @@ from fastvit_kernels.ops.attention.tiling import query_parts
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, gpu
 from fastvit_kernels.runtime.configs import ConfigTable, forced
 from fastvit_kernels.runtime.triton import VERSION, has_gluon
+from tests.machine.aot import by_field
 from tests.machine.gate import TABLE
 from tests.machine.table import read_table
 
@@ -203,7 +204,7 @@ def test_attention_forward_owns_128_queries_beside_keys_where_they_pad_no_furthe
     for B, T in ((1, 197), (256, 129), (256, 197), (256, 257), (256, 577), (256, 1025)):
         problem = _problem(B, T, 12, 64, bf16, H100)._replace(mask="keys")
         launched[B, T] = fwd_launch(*problem)
-    taken = [(B, T) for (B, T), of in launched.items() if of.options["BLOCK_Q"] == 128]
+    taken = [(B, T) for (B, T), of in launched.items() if by_field(of.options)["BLOCK_Q"] == 128]
     assert taken == [(256, 197), (256, 577), (256, 1025)]
     assert launched[256, 577].programs == 5 * 256 * 12
     assert own_fwd(H100, "bf16", 64, 2047, "none", "many") == FwdConfig(64, 64, 16, 1, 4, 3)
@@ -220,11 +221,16 @@ def _columns(options: dict[str, Any], axis: str, T: int) -> int:
 def test_attention_wastes_no_tail_tile(on, T):
     problem = _problem(64, T, 12, 64, bf16, on)
     one_pass, split = bwd_launch(*problem)
-    walked = [_columns(fwd_launch(*problem).options, "KV", T)]
+    walked = [_columns(by_field(fwd_launch(*problem).options), "KV", T)]
     if one_pass is None:
-        walked += [_columns(x.options, a, T) for x, a in zip(split, ("KV", "Q"), strict=True)]
+        walked += [
+            _columns(by_field(x.options), a, T) for x, a in zip(split, ("KV", "Q"), strict=True)
+        ]
     else:  # a second copy of the loop's body would spill: docs/attention.md
-        assert _columns(one_pass.options, "KV", T) - T < one_pass.options["BLOCK_KV"]
+        assert (
+            _columns(by_field(one_pass.options), "KV", T) - T
+            < by_field(one_pass.options)["BLOCK_KV"]
+        )
     assert all(0 <= columns - T < 16 for columns in walked), walked
     longest = 272 if on is H100 else 64
     assert (one_pass is None) == (longest < T)
@@ -275,17 +281,17 @@ def _assert_rows_or_columns(on: Gpu, D: int, warps: int, own: int, loop: int) ->
 def test_no_warp_repeats_the_work_of_another(on, mask, T, D):
     """A chained product gives each warp 16 rows: fewer rows are computed several times."""
     problem = _problem(64, T, 12, D, bf16, on)._replace(mask=mask)
-    forward, (one_pass, split) = fwd_launch(*problem).options, bwd_launch(*problem)
+    forward, (one_pass, split) = by_field(fwd_launch(*problem).options), bwd_launch(*problem)
     _assert_rows_or_columns(on, D, forward["num_warps"], forward["BLOCK_Q"], forward["BLOCK_KV"])
     if one_pass is not None:
-        rows = one_pass.options["PART0"]
+        rows = by_field(one_pass.options)["PART0"]
         if on is A100:  # dk and dv have D rows; wgmma lays its warps along the columns
             rows = min(rows, D)
-        assert rows >= 16 * one_pass.options["num_warps"]
+        assert rows >= 16 * by_field(one_pass.options)["num_warps"]
     else:
         for launch, axes in zip(split, (("Q", "KV"), ("KV", "Q")), strict=True):
-            own, loop = (launch.options[f"BLOCK_{axis}"] for axis in axes)
-            _assert_rows_or_columns(on, D, launch.options["num_warps"], own, loop)
+            own, loop = (by_field(launch.options)[f"BLOCK_{axis}"] for axis in axes)
+            _assert_rows_or_columns(on, D, by_field(launch.options)["num_warps"], own, loop)
 
 
 def _full_tiles(options: dict[str, Any], axis: str, T: int) -> int:
@@ -299,19 +305,19 @@ def test_no_loop_is_empty(D, dtype):
     """The kernels tell the compiler so: it would be undefined behaviour."""
     for T in range(1, 300):
         problem = _problem(64, T, 12, D, dtype, H100)
-        options = fwd_launch(*problem).options
+        options = by_field(fwd_launch(*problem).options)
         assert options["ONE_KV"] or _full_tiles(options, "KV", T) > 0
         for one_pass in (True, False):
             with forced(BWD_TABLE.name, BwdForm(one_pass)):
                 launches = bwd_launch(*problem)
             if launches.one_pass is not None:
-                options = launches.one_pass.options
+                options = by_field(launches.one_pass.options)
                 assert options["ONE_KV"] or _full_tiles(options, "KV", T) > 0
             else:
                 apart = D > 192 and dtype is bf16  # dk and dv
                 axes = ("KV", "Q", "Q") if apart else ("KV", "Q")
                 for launch, axis in zip(launches.split, axes, strict=True):
-                    assert _full_tiles(launch.options, axis, T) > 0
+                    assert _full_tiles(by_field(launch.options), axis, T) > 0
 
 
 def test_few_heads_take_the_split_backward():
@@ -411,7 +417,7 @@ def test_what_attention_in_turns_cannot_take_runs_plain(monkeypatch):
     """Launches of tensors that are not packed; all in the interpreter, which has no Gluon."""
     with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
         problem = _problem(256, 197, 12, 64, bf16, H100)
-        assert fwd_launch(*problem).options["num_warps"] == 4
+        assert by_field(fwd_launch(*problem).options)["num_warps"] == 4
         one_pass, split = bwd_launch(*problem)
         assert one_pass is not None and not split
         strides = ((197 * 2304, 2304, 64, 1),) * 3

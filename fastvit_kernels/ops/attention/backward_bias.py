@@ -23,13 +23,11 @@ from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.gemm import TMA_FAMILIES
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
-from .launch import Problem, dropout_arguments, mask_kind, mask_layout, mask_strides, padded_rows
+from .launch import Problem, kept_by, mask_kind, mask_layout, mask_strides, padded_rows
 from .samples import Sample, head_rows, lse_ptr_of, row_ptr
 from .tiles import (
     LOG2_E,
-    Dropout,
-    Heads,
-    KernelConstants,
+    HeadStrides,
     Scores,
     dropout_keep,
     fence_async,
@@ -40,11 +38,19 @@ from .tiles import (
     padded,
     probabilities,
     product_over_d,
+    scores_of,
 )
 from .tiling import MIN_TILE, split_head_dim
 
 PROGRAMS_PER_SM = 4  # tiles are dealt until there are as many
 MIN_SHARED = 4  # heads of a program, whose reads outweigh the partials that it leaves
+
+
+class Tiles(NamedTuple):
+    BLOCK_Q: Any
+    RAGGED_Q: Any  # the last tile of queries is not full
+    BLOCK_KV: Any
+    RAGGED_KV: Any
 
 
 class BiasConfig(NamedTuple):
@@ -57,11 +63,11 @@ class BiasConfig(NamedTuple):
 
 
 @triton.jit
-def _added_tile(ptr, start_q, start_kv, stride_q, stride_kv, scores, shape: tl.constexpr):
+def _added_tile(ptr, start_q, start_kv, strides, scores, shape: tl.constexpr):
     """The bias in log2 units, as `mask_scores` adds it; -inf where there is no key."""
     q_index = (start_q + tl.arange(0, shape[0]))[:, None]
     kv_index = (start_kv + tl.arange(0, shape[1]))[None, :]
-    ptrs = ptr + (q_index.to(tl.int64) * stride_q + kv_index.to(tl.int64) * stride_kv)
+    ptrs = ptr + (q_index.to(tl.int64) * strides.q + kv_index.to(tl.int64) * strides.kv)
     seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
     bias = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)
     return tl.where(kv_index < scores.T_kv, mask_in_log2(bias), float("-inf"))
@@ -85,58 +91,30 @@ def _attention_bwd_bias_kernel(
     num_shared,
     shared_heads,
     heads_per_program,
-    stride_do_b,
-    stride_do_t,
-    stride_do_h,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    stride_v_b,
-    stride_v_t,
-    stride_v_h,
-    mask_batch,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_q,
-    stride_mask_kv,
+    strides,
+    mask_strides,
     scale,
-    threshold,
-    keep_scale,
-    D: tl.constexpr,
-    BLOCK_D0: tl.constexpr,
-    BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    RAGGED_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    RAGGED_KV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    FENCE: tl.constexpr,
+    keep,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
+    BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
+    BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
+    stride_do, stride_q, stride_k, stride_v = strides
     # Tiles of a bias are neighbours: they walk the same heads, which stay in L2.
     tiles_kv = tl.cdiv(T_kv, BLOCK_KV)
     tiles = tl.cdiv(T_q, BLOCK_Q) * tiles_kv
     tile = tl.program_id(0) % tiles
     rest = tl.program_id(0) // tiles
-    bias = (rest % (mask_batch * bias_heads)).to(tl.int64)  # its number, b * bias_heads + h
-    part = rest // (mask_batch * bias_heads)
+    batch = mask_strides.batch
+    bias = (rest % (batch * bias_heads)).to(tl.int64)  # its number, b * bias_heads + h
+    part = rest // (batch * bias_heads)
     bias_b, bias_h = bias // bias_heads, bias % bias_heads
     start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
 
-    FORM: tl.constexpr = KernelConstants(
-        D, BLOCK_D0, BLOCK_D1, PRECISION, "add", False, HAS_DROPOUT, FENCE, False
-    )
-    dropout = ()
-    if HAS_DROPOUT:
-        dropout = Dropout(seed_ptr, threshold, keep_scale)
-    scores = Scores(T_q, T_kv, scale, (), dropout, 0)
-    mask_ptr += bias_b * stride_mask_b + bias_h * stride_mask_h
-    added = _added_tile(
-        mask_ptr, start_q, start_kv, stride_mask_q, stride_mask_kv, scores, (BLOCK_Q, BLOCK_KV)
-    )
+    scores = scores_of(mask_ptr, mask_strides, seed_ptr, keep, T_q, T_kv, scale, FORM)
+    mask_ptr += bias_b * mask_strides.b + bias_h * mask_strides.h
+    added = _added_tile(mask_ptr, start_q, start_kv, mask_strides, scores, (BLOCK_Q, BLOCK_KV))
     offs_q = start_q + tl.arange(0, BLOCK_Q)
     offs_kv = start_kv + tl.arange(0, BLOCK_KV)
     dbias = tl.zeros((BLOCK_Q, BLOCK_KV), dtype=tl.float32)
@@ -146,16 +124,14 @@ def _attention_bwd_bias_kernel(
     tl.assume(first < last)
     for i in tl.range(first, last, disable_licm=keeps_invariants()):
         n = tl.cast(i, tl.int64)
-        b, h = bias_b + n // shared_heads * mask_batch, bias_h + n % shared_heads
+        b, h = bias_b + n // shared_heads * batch, bias_h + n % shared_heads
         sample = Sample(b, h, 0, 0, (b * H + h) * padded(T_q))
-        do_rows = head_rows(Heads(do_ptr, stride_do_b, stride_do_t, stride_do_h), sample)
-        q_rows = head_rows(Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h), sample)
-        k_rows = head_rows(Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h), sample)
-        v_rows = head_rows(Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h), sample)
-        q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
-        k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
-        do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, RAGGED_Q)
-        v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, RAGGED_KV)
+        do_rows, q_rows = head_rows(do_ptr, stride_do, sample), head_rows(q_ptr, stride_q, sample)
+        k_rows, v_rows = head_rows(k_ptr, stride_k, sample), head_rows(v_ptr, stride_v, sample)
+        q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
+        k = load_head(k_rows, start_kv, T_kv, FORM, BLOCK_KV, TILES.RAGGED_KV)
+        do = load_head(do_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
+        v = load_head(v_rows, start_kv, T_kv, FORM, BLOCK_KV, TILES.RAGGED_KV)
         lse = load_lse(lse_ptr_of(lse_ptr, sample, FORM), start_q, T_q, FORM, BLOCK_Q, True)
         there = offs_q < padded(T_q)
         delta = tl.load(row_ptr(delta_ptr, sample) + offs_q, mask=there, other=0.0)
@@ -163,14 +139,14 @@ def _attention_bwd_bias_kernel(
         s = product_over_d(q, k, FORM) * (scale * LOG2_E) + added
         dp = product_over_d(do, v, FORM)
         p = probabilities(s, lse, scores, FORM, True)
-        if HAS_DROPOUT:
-            drawn = Scores(T_q, T_kv, scale, (), dropout, b * H + h)
-            keep = dropout_keep(drawn, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)
-            dp = tl.where(keep, dp * keep_scale, 0.0)
+        if FORM.HAS_DROPOUT:
+            drawn = Scores(T_q, T_kv, scale, (), scores.dropout, b * H + h)
+            is_kept = dropout_keep(drawn, start_q, start_kv, BLOCK_Q, BLOCK_KV, True)
+            dp = tl.where(is_kept, dp * keep.scale, 0.0)
         dbias += p * (dp - delta[:, None])
 
     # (parts, mask_batch, bias_heads, T_q, T_kv), contiguous
-    row = (part * (mask_batch * bias_heads) + bias) * T_q + start_q
+    row = (part * (batch * bias_heads) + bias) * T_q + start_q
     offs = tl.arange(0, BLOCK_Q)[:, None] * T_kv + offs_kv[None, :]
     inside = (offs_q[:, None] < T_q) & (offs_kv[None, :] < T_kv)
     tl.store(dbias_ptr + row * T_kv + offs, dbias.to(dbias_ptr.dtype.element_ty), mask=inside)
@@ -251,21 +227,14 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
     wanted = min(shared, max(1, PROGRAMS_PER_SM * gpu.num_sms // tiles))
     each = min(shared, max(MIN_SHARED, triton.cdiv(shared, wanted)))
     parts = triton.cdiv(shared, each)
-    block_d0, block_d1 = split_head_dim(D)
-    flags = problem.flags()
-    del flags["IS_CAUSAL"], flags["VARLEN"]
     options = dict(
-        BLOCK_D0=block_d0,
-        BLOCK_D1=block_d1,
-        BLOCK_Q=blocks[0],
-        RAGGED_Q=T_q % blocks[0] != 0,
-        BLOCK_KV=blocks[1],
-        RAGGED_KV=T_kv % blocks[1] != 0,
+        FORM=problem.form(*split_head_dim(D)),
+        TILES=Tiles(blocks[0], T_q % blocks[0] != 0, blocks[1], T_kv % blocks[1] != 0),
         num_warps=config.num_warps,
         num_stages=problem.stages(config.num_stages),
     )
     sizes = H, T_q, T_kv, heads, shared, H // heads, each
-    return BiasLaunch((tiles * parts,), parts, sizes, options | flags)
+    return BiasLaunch((tiles * parts,), parts, sizes, options)
 
 
 def launch_bias_grad(
@@ -306,7 +275,7 @@ def launch_bias_grad(
     partial = dbias
     if parts > 1:
         partial = torch.empty((parts, dbias.numel()), dtype=torch.float32, device=dbias.device)
-    heads = (stride for x in (dout, q, k, v) for stride in x.stride()[:3])
+    strides = tuple(HeadStrides(*x.stride()[:3]) for x in (dout, q, k, v))
     bind_launch(_attention_bwd_bias_kernel, grid, **options)(
         partial,
         dout,
@@ -318,10 +287,10 @@ def launch_bias_grad(
         bias,
         seed,
         *sizes,
-        *heads,
-        *mask_strides(layout),
+        strides,
+        mask_strides(layout),
         scale,
-        *dropout_arguments(dropout_p),
+        kept_by(dropout_p),
     )
     if parts > 1:
         column_sum(partial, dbias)

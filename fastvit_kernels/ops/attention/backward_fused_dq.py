@@ -64,7 +64,7 @@ from ...runtime.gluon import (
 from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl, triton
 from .backward_pingpong import NAN
 from .forward_pingpong import TILE, _barriers, _matrix, _tiles
-from .tiles import LOG2_E, ROW_PAD, Heads
+from .tiles import LOG2_E, ROW_PAD, HeadStrides
 
 MOST_PAIRS = constant(32)  # of query tiles: T <= 4096
 SUM_ROWS = constant(8)  # of bias sums a sample: of each warp, or of each eighth of the queries
@@ -230,6 +230,7 @@ def _store_do_sums(sums, ptr, none, stride, D: gl.constexpr):
 @gluon.jit
 def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.constexpr):
     """delta of each head, tile by tile, and v's part of the bias sums."""
+    stride = do[1]
     LANES: gl.constexpr = BLOCK_D // 8  # of a row
     PASS: gl.constexpr = 64 // LANES  # rows at once
     ROWS: gl.constexpr = 2 * PASS if rows.partial_ptr is None else PASS  # sums take registers
@@ -238,7 +239,7 @@ def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.cons
         head, _, _, _ = _item(n, work)
         b, h = (head // work.H).to(gl.int64), head % work.H
         delta_ptr = rows.delta_ptr + head.to(gl.int64) * work.row
-        do_ptr = do.ptr + b * do.stride_b + h.to(gl.int64) * do.stride_h
+        do_ptr = do[0] + b * stride.b + h.to(gl.int64) * stride.h
         out_row = out_ptr + (b * work.T * work.H + h) * D
         sums = gl.zeros((PASS, BLOCK_D), gl.float32, layout)
         mbarrier.wait(barriers.seen.index(0), n + 1 & 1)
@@ -248,7 +249,7 @@ def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.cons
             offs = none + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             offs_d = none + gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
             inside = (offs < work.T - start)[:, None] & (offs_d < D)
-            x_ptrs = do_ptr + at * do.stride_t + (offs[:, None] * do.stride_t + offs_d)
+            x_ptrs = do_ptr + at * stride.t + (offs[:, None] * stride.t + offs_d)
             y_ptrs = out_row + at * work.C + (offs[:, None] * work.C + offs_d)
             x = gl.load(x_ptrs, mask=inside, other=0.0).to(gl.float32)
             y = gl.load(y_ptrs, mask=inside, other=0.0)
@@ -591,7 +592,7 @@ def _attention_bwd_fused_dq_kernel(
     )
     grads, rows = Grads(dq, dk, dv, space), RowPtrs(delta_ptr, partial_ptr)
     stride_b, stride_t, stride_h = dout.strides[0], dout.strides[1], dout.strides[2]
-    do = Heads(do_ptr, stride_b, stride_t.to(gl.int32), stride_h)
+    do = do_ptr, HeadStrides(stride_b, stride_t.to(gl.int32), stride_h)
     work = Work(num_whole, blocks_in_parts, blocks, q.shape[2], q.shape[1], C, lse.shape[1])
     scale_log2 = scale * LOG2_E
     fence()  # TMA counts bytes at the barriers

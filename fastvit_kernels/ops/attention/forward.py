@@ -12,20 +12,15 @@ from typing import Any, NamedTuple
 
 from ...runtime.triton import ANY_BATCH, tl, triton
 from .samples import (
-    Packing,
     head_rows,
     lse_ptr_of,
     next_tile,
     packed_rows,
+    packing_of,
     sample_of,
     shown_tiles,
 )
 from .tiles import (
-    Dropout,
-    Heads,
-    KernelConstants,
-    Mask,
-    Scores,
     accumulate,
     dropout_keep,
     fence_async,
@@ -36,6 +31,7 @@ from .tiles import (
     mask_scores,
     product_over_d,
     scaled_head,
+    scores_of,
     store_head,
     store_lse,
     zeros_head,
@@ -54,12 +50,9 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def _attend(
-    acc,
-    row_max,
-    row_sum,
+    state,
     q,
-    k_rows,
-    v_rows,
+    keys,
     start_kv,
     start_q,
     scores,
@@ -69,6 +62,8 @@ def _attend(
     FIRST: tl.constexpr,
 ):
     """One step of the online softmax: the tile of keys and values at start_kv."""
+    acc, row_max, row_sum = state
+    k_rows, v_rows = keys
     k = load_head(k_rows, start_kv, scores.T_kv, FORM, BLOCK_KV, CHECK_KV)
     fence_async(scores, FORM)
     s = product_over_d(q, k, FORM)
@@ -96,125 +91,67 @@ def _attend(
 
 
 @triton.jit
+def _over_keys(state, q, keys, start_q, scores, FORM: tl.constexpr, TILES: tl.constexpr):
+    """The online softmax of a tile of queries over all keys."""
+    BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
+    BLOCK: tl.constexpr = TILES.BLOCK_KV
+    TAIL: tl.constexpr = TILES.TAIL_KV
+    CHECK: tl.constexpr = TAIL == BLOCK
+    T_kv = scores.T_kv
+    if TILES.ONE_KV:
+        state = _attend(state, q, keys, 0, start_q, scores, FORM, BLOCK, CHECK, True)
+    elif FORM.MASK == "keys":
+        shown, steps = shown_tiles(scores, T_kv, BLOCK)
+        tl.assume(steps > 0)
+        for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
+            start_kv, shown = next_tile(shown, BLOCK)
+            state = _attend(state, q, keys, start_kv, start_q, scores, FORM, BLOCK, CHECK, False)
+    else:
+        full_kv = full_tiles(T_kv, BLOCK, TAIL) * BLOCK
+        end_kv = full_kv
+        if FORM.IS_CAUSAL:
+            end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK) * BLOCK)
+        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
+        for start_kv in tl.range(0, end_kv, BLOCK, disable_licm=keeps_invariants()):
+            state = _attend(state, q, keys, start_kv, start_q, scores, FORM, BLOCK, CHECK, False)
+        if TAIL > 0 and TAIL < BLOCK:
+            state = _attend(state, q, keys, full_kv, start_q, scores, FORM, TAIL, True, False)
+    return state
+
+
+@triton.jit
 def _fwd_head(
-    out_ptr,
-    lse_ptr,
-    q,
-    k,
-    v,
-    packing,
-    pid_q,
-    head,
-    H,
-    scores,
-    FORM: tl.constexpr,
-    TILES: tl.constexpr,
+    ptrs, strides, packing, pid_q, head, H, scores, FORM: tl.constexpr, TILES: tl.constexpr
 ):
     """Query tile pid_q of one head, head = b * H + h."""
     sample, scores = sample_of(packing, scores, head, H, FORM)
     if not FORM.VARLEN or pid_q * TILES.BLOCK_Q < scores.T_q:
-        _fwd_tile(out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM, TILES)
+        _fwd_tile(ptrs, strides, pid_q, sample, H, scores, FORM, TILES)
 
 
 @triton.jit
-def _fwd_tile(
-    out_ptr, lse_ptr, q, k, v, pid_q, sample, H, scores, FORM: tl.constexpr, TILES: tl.constexpr
-):
-    T_q, T_kv = scores.T_q, scores.T_kv
+def _fwd_tile(ptrs, strides, pid_q, sample, H, scores, FORM: tl.constexpr, TILES: tl.constexpr):
+    T_q = scores.T_q
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr = ptrs
+    stride_q, stride_k, stride_v = strides
     out_rows = packed_rows(out_ptr, H * FORM.D, sample.first_q, sample, FORM.D)
     lse_ptr = lse_ptr_of(lse_ptr, sample, FORM)
-    q_rows, k_rows, v_rows = head_rows(q, sample), head_rows(k, sample), head_rows(v, sample)
+    q_rows = head_rows(q_ptr, stride_q, sample)
+    keys = head_rows(k_ptr, stride_k, sample), head_rows(v_ptr, stride_v, sample)
     BLOCK_Q: tl.constexpr = TILES.BLOCK_Q
     start_q = pid_q * BLOCK_Q
     q = load_head(q_rows, start_q, T_q, FORM, BLOCK_Q, TILES.RAGGED_Q)
     acc = zeros_head(FORM, BLOCK_Q)
     row_max = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((BLOCK_Q,), dtype=tl.float32)
-
-    BLOCK_KV: tl.constexpr = TILES.BLOCK_KV
-    TAIL_KV: tl.constexpr = TILES.TAIL_KV
-    CHECK_KV: tl.constexpr = TAIL_KV == BLOCK_KV
-    if TILES.ONE_KV:
-        acc, row_max, row_sum = _attend(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            k_rows,
-            v_rows,
-            0,
-            start_q,
-            scores,
-            FORM,
-            BLOCK_KV,
-            CHECK_KV,
-            True,
-        )
-    elif FORM.MASK == "keys":
-        shown, steps = shown_tiles(scores, T_kv, BLOCK_KV)
-        tl.assume(steps > 0)
-        for _ in tl.range(0, steps, disable_licm=keeps_invariants()):
-            start_kv, shown = next_tile(shown, BLOCK_KV)
-            acc, row_max, row_sum = _attend(
-                acc,
-                row_max,
-                row_sum,
-                q,
-                k_rows,
-                v_rows,
-                start_kv,
-                start_q,
-                scores,
-                FORM,
-                BLOCK_KV,
-                CHECK_KV,
-                False,
-            )
-    else:
-        full_kv = full_tiles(T_kv, BLOCK_KV, TAIL_KV) * BLOCK_KV
-        end_kv = full_kv
-        if FORM.IS_CAUSAL:
-            end_kv = tl.minimum(full_kv, tl.cdiv(start_q + BLOCK_Q, BLOCK_KV) * BLOCK_KV)
-        tl.assume(end_kv > 0)  # with a way around the loop ptxas would wait for each wgmma
-        for start_kv in tl.range(0, end_kv, BLOCK_KV, disable_licm=keeps_invariants()):
-            acc, row_max, row_sum = _attend(
-                acc,
-                row_max,
-                row_sum,
-                q,
-                k_rows,
-                v_rows,
-                start_kv,
-                start_q,
-                scores,
-                FORM,
-                BLOCK_KV,
-                CHECK_KV,
-                False,
-            )
-        if TAIL_KV > 0 and TAIL_KV < BLOCK_KV:
-            acc, row_max, row_sum = _attend(
-                acc,
-                row_max,
-                row_sum,
-                q,
-                k_rows,
-                v_rows,
-                full_kv,
-                start_q,
-                scores,
-                FORM,
-                TAIL_KV,
-                True,
-                False,
-            )
-
+    state = acc, row_max, row_sum
+    acc, row_max, row_sum = _over_keys(state, q, keys, start_q, scores, FORM, TILES)
     store_lse(lse_ptr, row_max, row_sum, start_q, T_q, FORM, BLOCK_Q)
     factor = 1.0 / row_sum
     if FORM.MASK != "none":  # a row that sees no key
         factor = tl.where(row_sum == 0.0, 0.0, factor)
     if FORM.HAS_DROPOUT:
-        factor *= scores.dropout.keep_scale
+        factor *= scores.dropout.keep.scale
     acc = scaled_head(acc, factor[:, None], FORM)
     store_head(out_rows, acc, start_q, T_q, FORM, BLOCK_Q)
 
@@ -235,65 +172,26 @@ def _attention_fwd_kernel(
     T_kv,
     total,
     stride_rows_h,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    stride_v_b,
-    stride_v_t,
-    stride_v_h,
-    mask_batch,
-    stride_mask_b,
-    stride_mask_h,
-    stride_mask_q,
-    stride_mask_kv,
+    strides,
+    mask_strides,
     scale,
-    threshold,
-    keep_scale,
-    D: tl.constexpr,
-    BLOCK_D0: tl.constexpr,
-    BLOCK_D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    RAGGED_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    TAIL_KV: tl.constexpr,
-    ONE_KV: tl.constexpr,
+    keep,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
     HEADS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    FENCE: tl.constexpr,
-    VARLEN: tl.constexpr,
 ):
-    q = Heads(q_ptr, stride_q_b, stride_q_t, stride_q_h)
-    k = Heads(k_ptr, stride_k_b, stride_k_t, stride_k_h)
-    v = Heads(v_ptr, stride_v_b, stride_v_t, stride_v_h)
-    mask, dropout, packing = (), (), ()
-    if MASK != "none":
-        mask = Mask(
-            mask_ptr, mask_batch, stride_mask_b, stride_mask_h, stride_mask_q, stride_mask_kv
-        )
-    if HAS_DROPOUT:
-        dropout = Dropout(seed_ptr, threshold, keep_scale)
-    if VARLEN:
-        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
-    scores = Scores(T_q, T_kv, scale, mask, dropout, 0)
-    FORM: tl.constexpr = KernelConstants(
-        D, BLOCK_D0, BLOCK_D1, PRECISION, MASK, IS_CAUSAL, HAS_DROPOUT, FENCE, VARLEN
-    )
-    TILES: tl.constexpr = Tiles(BLOCK_Q, RAGGED_Q, BLOCK_KV, TAIL_KV, ONE_KV)
+    packing = packing_of(cu_seqlens_ptr, total, stride_rows_h, FORM)
+    scores = scores_of(mask_ptr, mask_strides, seed_ptr, keep, T_q, T_kv, scale, FORM)
+    ptrs = out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr
     # Query tiles of a head are neighbours: its keys and values stay in L2.
-    num_tiles = tl.cdiv(T_q, BLOCK_Q)
+    num_tiles = tl.cdiv(T_q, TILES.BLOCK_Q)
     pid_q = tl.program_id(0) % num_tiles
     first = tl.program_id(0) // num_tiles * HEADS
     if HEADS == 1:
-        _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, first, H, scores, FORM, TILES)
+        _fwd_head(ptrs, strides, packing, pid_q, first, H, scores, FORM, TILES)
     else:
         tl.assume(first < num_heads)
         last = tl.minimum(first + HEADS, num_heads)
         for i in tl.range(first, last, disable_licm=keeps_invariants()):
             head = tl.cast(i, tl.int32)  # the interpreter's is a Python int
-            _fwd_head(out_ptr, lse_ptr, q, k, v, packing, pid_q, head, H, scores, FORM, TILES)
+            _fwd_head(ptrs, strides, packing, pid_q, head, H, scores, FORM, TILES)

@@ -22,15 +22,19 @@ from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import VERSION, bind_launch, triton
 from ...runtime.values import bits_must_repeat
 from ..common.gemm import is_unpipelined, needs_fence
-from . import configs
+from . import backward_one_pass, configs, forward
 from .backward_one_pass import _attention_bwd_one_pass_kernel
-from .backward_split import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
+from .backward_split import (
+    KeyTiles,
+    QueryTiles,
+    _attention_bwd_dkdv_kernel,
+    _attention_bwd_dq_kernel,
+)
 from .configs import BwdForm, FwdConfig, OnePassConfig, SplitConfig, own_bwd, own_fwd
 from .cudnn import sdpa_backward, sdpa_forward
 from .forward import _attention_fwd_kernel
-from .tiling import MIN_TILE, query_parts, split_head_dim, tail_tile
-
-ROW_PAD = 4  # as tiles.ROW_PAD
+from .tiles import HeadStrides, Keep, KernelConstants, MaskStrides
+from .tiling import MIN_TILE, ROW_PAD, query_parts, split_head_dim, tail_tile
 
 
 class Packing(NamedTuple):
@@ -68,9 +72,6 @@ class Problem(NamedTuple):
         """Of as many queries as keys: of others flash aligns causal scores by the last."""
         return config.route == "library" and self.shape[1] == self.T_kv
 
-    def kernel_mask(self) -> str:
-        return "none" if self.mask in ("causal", "varlen") else self.mask
-
     def tail(self, T: int, block: int, smallest: int, axis: str) -> int:
         """`tail_tile`; all tiles are masked where the kernel alone knows which keys there are."""
         if self.mask == "varlen" or (self.mask == "keys" and axis == "KV"):
@@ -85,14 +86,16 @@ class Problem(NamedTuple):
         """Those of a config, but one where a loop may not copy ahead."""
         return 1 if is_unpipelined(self.gpu, self.dtype, self.precision) else num_stages
 
-    def flags(self) -> dict[str, Any]:
-        fence = self.gpu.family == 9 and needs_fence(self.gpu, self.dtype, self.precision)
-        return dict(
+    def form(self, block_d0: int, block_d1: int) -> KernelConstants:
+        return KernelConstants(
             D=self.shape[3],
+            BLOCK_D0=block_d0,
+            BLOCK_D1=block_d1,
             PRECISION=self.precision,
+            MASK="none" if self.mask in ("causal", "varlen") else self.mask,
             IS_CAUSAL=self.mask == "causal",
             HAS_DROPOUT=self.dropout,
-            FENCE=fence,
+            FENCE=self.gpu.family == 9 and needs_fence(self.gpu, self.dtype, self.precision),
             VARLEN=self.mask == "varlen",
         )
 
@@ -108,7 +111,7 @@ class Launch(NamedTuple):
     def bind(self, layouts: Layouts, *strides: int, has_mask: bool = True) -> Callable[..., None]:
         """The launch, called with pointers; of packed sequences with `sizes`, their tokens and the
         stride between heads of lse too. strides: of outputs, before those of `layouts`."""
-        last = *strides, *layouts.last_arguments(has_mask)
+        last: Any = *strides, *layouts.last_arguments(has_mask)
         if not layouts.is_packed:  # None is compiled away
             last = *self.sizes, None, None, *last
         return bind_launch(self.kernel, (self.programs,), *last, **self.options)
@@ -131,7 +134,6 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     if config.route != "triton":
         config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
-    block_d0, block_d1 = split_head_dim(D)
     block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
     if T_q < T_kv and problem.gpu.family == 9:  # wgmma has 64 rows, and reads keys from memory
         block_q = min(config.block_q, max(block_q, 64))
@@ -145,18 +147,17 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
         H,
         T_q,
         T_kv,
-        BLOCK_D0=block_d0,
-        BLOCK_D1=block_d1,
-        BLOCK_Q=block_q,
-        RAGGED_Q=problem.is_ragged(T_q, block_q),
-        BLOCK_KV=block_kv,
-        TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
-        ONE_KV=T_kv <= block_kv,
+        FORM=problem.form(*split_head_dim(D)),
+        TILES=forward.Tiles(
+            BLOCK_Q=block_q,
+            RAGGED_Q=problem.is_ragged(T_q, block_q),
+            BLOCK_KV=block_kv,
+            TAIL_KV=problem.tail(T_kv, block_kv, config.tail, "KV"),
+            ONE_KV=T_kv <= block_kv,
+        ),
         HEADS=config.heads,
-        MASK=problem.kernel_mask(),
         num_warps=num_warps,
         num_stages=problem.stages(config.num_stages),
-        **problem.flags(),
     )
 
 
@@ -171,22 +172,21 @@ def _split_launch(
 ) -> Launch:
     """The launch of dq, which owns queries ("Q") and loops over keys, or of dk and dv ("KV")."""
     (B, T_q, H, D), loop = problem.shape, "KV" if own == "Q" else "Q"
-    block_d0, block_d1 = split_head_dim(D)
-    block_loop = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
-    options = {
-        "BLOCK_D0": block_d0,
-        "BLOCK_D1": block_d1,
-        "MASK": problem.kernel_mask(),
-        f"BLOCK_{own}": config.own,
-        f"RAGGED_{own}": problem.is_ragged(T_own, config.own),
-        f"BLOCK_{loop}": block_loop,
-        f"TAIL_{loop}": problem.tail(T_loop, block_loop, config.tail, loop),
-        "num_warps": config.num_warps,
-        "num_stages": problem.stages(config.num_stages),
+    block = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
+    ragged = problem.is_ragged(T_own, config.own)
+    tail = problem.tail(T_loop, block, config.tail, loop)
+    return _launch(
+        kernel,
+        triton.cdiv(T_own, config.own) * B * H,
+        H,
+        T_q,
+        problem.T_kv,
+        FORM=problem.form(*split_head_dim(D)),
+        TILES=(QueryTiles if own == "Q" else KeyTiles)(config.own, ragged, block, tail),
+        num_warps=config.num_warps,
+        num_stages=problem.stages(config.num_stages),
         **grads,
-    }
-    programs = triton.cdiv(T_own, config.own) * B * H
-    return _launch(kernel, programs, H, T_q, problem.T_kv, **options, **problem.flags())
+    )
 
 
 class BwdLaunch(NamedTuple):
@@ -236,26 +236,24 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
         H,
         T_q,
         T_kv,
-        BLOCK_D=sum(split_head_dim(D)),
-        BLOCK_KV=config.block_kv,
-        ONE_KV=T_kv <= config.block_kv,
-        TAIL_KV=problem.tail(T_kv, config.block_kv, config.tail, "KV"),
-        PART0=parts[0],
-        PART1=parts[1],
-        PART2=parts[2],
-        RAGGED_Q=problem.is_ragged(T_q, sum(parts)),
-        HEADS=config.heads,
-        HAS_DBIAS=problem.dbias,
+        FORM=problem.form(sum(split_head_dim(D)), 0),
+        TILES=backward_one_pass.Tiles(
+            config.block_kv,
+            problem.tail(T_kv, config.block_kv, config.tail, "KV"),
+            T_kv <= config.block_kv,
+            *parts,
+            RAGGED_Q=problem.is_ragged(T_q, sum(parts)),
+            HEADS=config.heads,
+            HAS_DBIAS=problem.dbias,
+        ),
         num_warps=config.num_warps,
         num_stages=problem.stages(config.num_stages),
-        **problem.flags(),
     )
     return BwdLaunch(one_pass, ())
 
 
-def dropout_arguments(dropout_p: float) -> tuple[int, float]:
-    """Keep where 31 random bits are at least the first number; then scale by the second."""
-    return int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p)
+def kept_by(dropout_p: float) -> Keep:
+    return Keep(int(dropout_p * 2**31), 1.0 / (1.0 - dropout_p))
 
 
 MaskLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
@@ -265,12 +263,13 @@ def mask_layout(mask: Tensor | None) -> MaskLayout | None:
     return None if mask is None else (mask.dtype, mask.shape, mask.stride())
 
 
-def mask_strides(mask: MaskLayout | None) -> tuple[int, ...]:
-    """Of (batch, H, T_q, T_kv) in any strides, or 1 of any: batch and strides."""
+def mask_strides(mask: MaskLayout | None) -> MaskStrides:
+    """Of (batch, H, T_q, T_kv) in any strides, or 1 of any."""
     if mask is None:
-        return 1, 0, 0, 0, 0
+        return MaskStrides(1, 0, 0, 0, 0)
     _, shape, strides = mask
-    return shape[0], *(0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
+    each = (0 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
+    return MaskStrides(shape[0], *each)
 
 
 def mask_kind(mask: MaskLayout | None, is_causal: bool, is_packed: bool) -> str:
@@ -312,9 +311,9 @@ class Layouts(NamedTuple):
         first stride of packed sequences is what their first tokens, which cu_seqlens gives, are
         multiplied by."""
         each = [(s[0], *s[:2]) if self.is_packed else s[:3] for s in self.strides]
-        strides = [n for strides in each for n in strides]
-        of_mask = mask_strides(self.mask) if has_mask else ()
-        return *strides, *of_mask, self.scale, *dropout_arguments(self.dropout_p)
+        strides = tuple(HeadStrides(*three) for three in each)
+        of_mask = (mask_strides(self.mask),) if has_mask else ()
+        return strides, *of_mask, self.scale, kept_by(self.dropout_p)
 
 
 class FwdCall(NamedTuple):
@@ -556,7 +555,8 @@ def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
     if one_pass is None:
         return 0
-    return q.shape[0] * sum(one_pass.options[f"PART{i}"] > 0 for i in range(3))
+    tiles: backward_one_pass.Tiles = one_pass.options["TILES"]
+    return q.shape[0] * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
 
 
 def launch_bwd(

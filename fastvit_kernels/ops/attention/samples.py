@@ -42,6 +42,14 @@ class Shown(NamedTuple):
 
 
 @triton.jit
+def packing_of(cu_seqlens_ptr, total, stride_rows_h, FORM: tl.constexpr):
+    packing = ()
+    if FORM.VARLEN:
+        packing = Packing(cu_seqlens_ptr, total, stride_rows_h)
+    return packing
+
+
+@triton.jit
 def wide(i):
     """An int32 that is not negative as an int64, by way of uint32: the upper half is a constant 0,
     where that of a signed number would stay in a register through the loop."""
@@ -69,16 +77,16 @@ def sample_of(packing, scores, head, H, FORM: tl.constexpr):
         sample = Sample(b, h, b * T_q, b * T_kv, wide(head) * padded(T_q))
     mask = scores.mask
     if FORM.MASK != "none":
-        start = mask.ptr + (b % mask.batch * mask.stride_b + h * mask.stride_h)
-        mask = Mask(start, 1, 0, 0, mask.stride_q, mask.stride_kv)
+        strides = mask.strides
+        mask = Mask(mask.ptr + (b % strides.batch * strides.b + h * strides.h), strides)
     return sample, Scores(T_q, T_kv, scores.scale, mask, scores.dropout, head)
 
 
 @triton.jit
-def head_rows(x, sample):
+def head_rows(ptr, strides, sample):
     """The head of a sample."""
-    offset = sample.b * x.stride_b + sample.h * x.stride_h
-    return Rows(x.ptr + tl.multiple_of(offset, 8), x.stride_t)
+    offset = sample.b * strides.b + sample.h * strides.h
+    return Rows(ptr + tl.multiple_of(offset, 8), strides.t)
 
 
 @triton.jit
@@ -104,7 +112,7 @@ def lse_ptr_of(ptr, sample, FORM: tl.constexpr):
 
 @triton.jit
 def _mask_ptrs(scores, offs_kv):
-    return scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.stride_kv
+    return scores.mask.ptr + offs_kv.to(tl.int64) * scores.mask.strides.kv
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """What the attention kernels share: tiles of a head in and out, products, scores, dropout.
 
-What travels together is one argument, a tuple by name: `KernelConstants`, passed as a constexpr,
-and pointers with their strides and scalars. Constants stand apart, because Triton
-makes a tensor of what is assigned as part of another tuple. A tile of one head is a tuple of its
+What travels together is one argument, a tuple by name: from the host strides (`HeadStrides`,
+`MaskStrides`) and as constexprs `KernelConstants` and a kernel's tiles; in a kernel pointers with
+their strides and scalars. Constants stand apart, because Triton makes a tensor of what is assigned
+as part of another tuple. A tile of one head is a tuple of its
 column parts, (x0,) or (x0, x1): a power of two and a rest (D = 72 -> 64 + 16), so that every
 product over D is the sum of two.
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...runtime.triton import constant, tl, triton
+from . import tiling
 
 LOG2_E = constant(1.4426950408889634)
 # Seven rounds of Philox 4x32 pass BigCrush: Salmon et al., SC 2011, table 2.
 PHILOX_ROUNDS = constant(7)
 # Rows of lse and delta are padded to 16 bytes, one copy; lse +inf there makes p exactly 0.
-ROW_PAD = constant(4)
+ROW_PAD = constant(tiling.ROW_PAD)
 FARTHEST = constant(2e38)  # additive masks reach from minus this to this, which is finite in log2
 
 
@@ -35,42 +37,51 @@ class KernelConstants(NamedTuple):
     VARLEN: Any  # samples are sequences of their own lengths: `Packing`
 
 
-class Heads(NamedTuple):
-    """(B, T, H, D) in memory, the last axis contiguous; strides are multiples of 8."""
+class HeadStrides(NamedTuple):
+    """Of (B, T, H, D), the last axis contiguous; multiples of 8."""
 
-    ptr: Any
-    stride_b: Any
-    stride_t: Any
-    stride_h: Any
+    b: Any
+    t: Any
+    h: Any
 
 
 class Rows(NamedTuple):
-    """One head of `Heads`: its first element and the stride between tokens."""
+    """One head of (B, T, H, D): its first element and the stride between tokens."""
 
     ptr: Any
     stride_t: Any
 
 
-class Mask(NamedTuple):
-    """A mask (batch, H, T_q, T_kv), or with its first strides spent that of one head.
+class MaskStrides(NamedTuple):
+    """Of a mask (batch, H, T_q, T_kv), 0 along axes of 1.
 
     Sample b has entry b % batch: 1 for all samples alike, or the windows of an image, one by one.
     """
 
-    ptr: Any
     batch: Any
-    stride_b: Any
-    stride_h: Any
-    stride_q: Any
-    stride_kv: Any
+    b: Any
+    h: Any
+    q: Any
+    kv: Any
+
+
+class Mask(NamedTuple):
+    """The mask of one head, or with its strides from one head to another that of all."""
+
+    ptr: Any
+    strides: Any
+
+
+class Keep(NamedTuple):
+    """What dropout keeps: where 31 random bits are at least the threshold, times the scale."""
+
+    threshold: Any
+    scale: Any
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are dropped, and what the others are scaled by."""
-
     seed_ptr: Any
-    threshold: Any
-    keep_scale: Any
+    keep: Any
 
 
 class Scores(NamedTuple):
@@ -82,6 +93,17 @@ class Scores(NamedTuple):
     mask: Any
     dropout: Any
     head: Any  # its number, b * H + h
+
+
+@triton.jit
+def scores_of(mask_ptr, mask_strides, seed_ptr, keep, T_q, T_kv, scale, FORM: tl.constexpr):
+    """The `Scores` of a launch, without a head."""
+    mask, dropout = (), ()
+    if FORM.MASK != "none":
+        mask = Mask(mask_ptr, mask_strides)
+    if FORM.HAS_DROPOUT:
+        dropout = Dropout(seed_ptr, keep)
+    return Scores(T_q, T_kv, scale, mask, dropout, 0)
 
 
 @triton.constexpr_function
@@ -226,9 +248,11 @@ def store_head(rows, x, start, T, FORM: tl.constexpr, BLOCK_T: tl.constexpr):
 @triton.jit
 def zeros_head(FORM: tl.constexpr, BLOCK_T: tl.constexpr):
     """Accumulator of a head's tile."""
-    x0 = tl.zeros((BLOCK_T, FORM.BLOCK_D0), dtype=tl.float32)
-    if FORM.BLOCK_D1 > 0:
-        return x0, tl.zeros((BLOCK_T, FORM.BLOCK_D1), dtype=tl.float32)
+    D0: tl.constexpr = FORM.BLOCK_D0
+    D1: tl.constexpr = FORM.BLOCK_D1
+    x0 = tl.zeros((BLOCK_T, D0), dtype=tl.float32)
+    if D1 > 0:
+        return x0, tl.zeros((BLOCK_T, D1), dtype=tl.float32)
     else:
         return (x0,)
 
@@ -283,12 +307,12 @@ def mask_scores(s, q_index, kv_index, scores, FORM: tl.constexpr, CHECK_KV: tl.c
     mask = scores.mask
     if FORM.MASK == "keys":
         if CHECK_KV:
-            ptrs = mask.ptr + kv_index.to(tl.int64) * mask.stride_kv
+            ptrs = mask.ptr + kv_index.to(tl.int64) * mask.strides.kv
             shown = tl.load(ptrs, mask=kv_index < scores.T_kv, other=0) != 0
             s = tl.where(shown, s, float("-inf"))
     elif FORM.MASK != "none":
-        offs_kv = kv_index.to(tl.int64) * mask.stride_kv
-        ptrs = mask.ptr + (q_index.to(tl.int64) * mask.stride_q + offs_kv)
+        offs_kv = kv_index.to(tl.int64) * mask.strides.kv
+        ptrs = mask.ptr + (q_index.to(tl.int64) * mask.strides.q + offs_kv)
         seen = (q_index < scores.T_q) & (kv_index < scores.T_kv)
         if FORM.MASK == "bool":
             s = tl.where(tl.load(ptrs, mask=seen, other=0) != 0, s, float("-inf"))
@@ -413,7 +437,7 @@ def dropout_keep(
     top, low = _joined_columns(w0, w1, ROWS, COLUMNS), _joined_columns(w2, w3, ROWS, COLUMNS)
     bits = tl.reshape(tl.join(top, low), (ROWS // 16, 8, COLUMNS, 2))
     bits = tl.reshape(tl.permute(bits, (0, 3, 1, 2)), (ROWS, COLUMNS))
-    return (bits >> 1).to(tl.int32) >= scores.dropout.threshold
+    return (bits >> 1).to(tl.int32) >= scores.dropout.keep.threshold
 
 
 @triton.jit
@@ -455,7 +479,8 @@ def softmax_grad(
     delta = _of_queries(delta, Q_FIRST)
     if FORM.HAS_DROPOUT:
         keep = dropout_keep(scores, start_row, start_column, ROWS, COLUMNS, Q_FIRST)
-        dp = tl.where(keep, dp * scores.dropout.keep_scale, 0.0)
-        return tl.where(keep, p * scores.dropout.keep_scale, 0.0), p * (dp - delta)
+        keep_scale = scores.dropout.keep.scale
+        dp = tl.where(keep, dp * keep_scale, 0.0)
+        return tl.where(keep, p * keep_scale, 0.0), p * (dp - delta)
     else:
         return p, p * (dp - delta)

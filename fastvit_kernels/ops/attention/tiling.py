@@ -13,6 +13,7 @@ from ...runtime.triton import triton
 
 MIN_TILE = 16  # the smallest operand of tl.dot
 MAX_ONE_PASS_T = 384
+ROW_PAD = 4  # rows of lse and delta are padded to 16 bytes
 PART = 128  # queries of a one-pass program whose scores are alive together
 
 
