@@ -88,7 +88,7 @@ def end_process(why):
 
 def pytest_addoption(parser):
     fuzz = parser.getgroup("fuzz", "tests/ops/test_fuzz.py")
-    fuzz.addoption("--fuzz-cases", type=int, default=300, help="how many cases are drawn")
+    fuzz.addoption("--fuzz-cases", type=int, default=200, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
     machine = parser.getgroup("machine", "tests/machine/device/test_kernels.py")
     machine.addoption(

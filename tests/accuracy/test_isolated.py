@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from numerics import DEVICE
 from fastvit_kernels.accuracy.runner import device_lost, run_case
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
-from tests.check import all_configs, isolated, results_cache as cache, selection, worker
+from tests.check import all_configs, selection, worker
 from tests.check.__main__ import main
 from tests.check.isolated import Job, Outcome, run_isolated
 from tests.check.results_cache import ResultsCache
@@ -38,7 +37,6 @@ def planted(code, name, *others):
 
 GOOD = 'print(\'{"name": "good"}\', flush=True)'
 TIMEOUT = 3600.0  # for those that end by themselves, however slow the machine is
-HANGS = f"import time; {GOOD}; time.sleep(6000)"
 DIES = f"import os, signal; {GOOD}; os.kill(os.getpid(), signal.SIGSEGV)"
 EXITS = "import sys; sys.exit('no GPU here')"
 
@@ -117,21 +115,6 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     assert ends(int(path.read_text()))
 
 
-def test_a_config_that_ends_its_process_is_named():
-    table = next(iter(TABLES))
-    lines = [
-        {"table": table, "config": 0, "tried": True},
-        {"table": table, "config": 0, "tried": False, "share": 0.5, "fault": None},
-        {"table": table, "config": 1, "tried": True},
-    ]
-    runs = worker.runs_of(Outcome(job("a case", ""), lines, "not finished after 5 s, killed"))
-    first, second, *_ = TABLES[table].configs
-    assert [(r.config, r.share, r.fault) for r in runs] == [
-        (first, 0.5, None),
-        (second, 0.0, "not finished after 5 s, killed"),
-    ]
-
-
 def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_path):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()
@@ -174,25 +157,6 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the sizes of a GPU take longer than the timeout")
-def test_check_in_processes_gives_what_this_process_gives(capsys):
-    """Errors too: inputs follow from the case alone. The yardstick may run in other threads."""
-    words = ["--only", "layer_norm_and", "--dtype", "fp32", "--json"]
-    words += ["--case-timeout", str(TIMEOUT)]
-    printed = []
-    for jobs in ("0", "1"):
-        assert main([*words, "--jobs", jobs]) == 0
-        *cases, _ = map(json.loads, capsys.readouterr().out.splitlines())
-        names = [
-            (c["name"], c["dtype"], c["passed"], t["name"]) for c in cases for t in c["tensors"]
-        ]
-        errors = [t[kind] for c in cases for t in c["tensors"] for kind in ("max", "rms")]
-        printed.append((names, errors))
-    (names, errors), (others, again) = printed
-    assert names and names == others
-    assert any(errors) and errors == pytest.approx(again, rel=1e-3)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="the sizes of a GPU take longer than the timeout")
 def test_a_config_job_gives_what_this_process_gives():
     cases = worker.cases_of(DEVICE, "fp32", True)
     case = next(c for c in cases if c.name.startswith("layer_norm_and_input"))
@@ -203,20 +167,6 @@ def test_a_config_job_gives_what_this_process_gives():
     runs = worker.runs_of(outcome)
     assert [run.config for run in runs] == wanted and all(run.fault is None for run in runs)
     assert runs[0] == all_configs.run_config(reached, wanted[0])
-
-
-def test_each_line_gives_a_job_its_time_anew():
-    running = isolated._Running(job("hangs", "import time; time.sleep(6000)"), 1000.0, 0.0)
-    try:
-        for i in range(1, 40):
-            running.out.write(b"{}\n")
-            running.out.flush()
-            assert running.outcome(600.0 * i) is None
-        assert running.outcome(600.0 * 40) is None  # silent for 600 s
-        outcome = running.outcome(600.0 * 41)
-    finally:
-        running.kill()
-    assert outcome.failure == "not finished after 1000 s, killed" and len(outcome.lines) == 39
 
 
 def test_the_budget_ends_what_still_runs(tmp_path):
@@ -273,14 +223,6 @@ def test_a_lost_device_and_a_hang_cost_a_config_each(tmp_path):
     assert hung == "not finished after 3600 s, killed"
 
 
-def test_a_process_that_dies_before_its_first_config_is_not_started_again():
-    table = next(iter(TABLES))
-    dies = config_job(table, range(2), "sys.exit('no such driver')")
-    (outcome,) = run_isolated([dies], 1, TIMEOUT, then=worker.rest_of)
-    (run,) = worker.runs_of(outcome)
-    assert run.table == "" and "no such driver" in run.fault
-
-
 @pytest.mark.parametrize(("errors", "lost"), [(0, False), (1, False), (2, True)])
 def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
     said = iter([RuntimeError("CUDA error: an illegal memory access")] * errors)
@@ -297,11 +239,7 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
 
 @pytest.mark.parametrize(
     ("fault", "lost", "tried"),
-    [
-        ("RuntimeError: CUDA error", "lost", 1),
-        ("RuntimeError: CUDA error", None, 2),
-        (None, "asked in vain", 2),
-    ],
+    [("RuntimeError: CUDA error", "lost", 1), (None, "asked in vain", 2)],
 )
 def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
     """Every later launch would fail: what is left goes to another process."""
@@ -317,119 +255,6 @@ def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried)
     lines = [json.loads(line)["tried"] for line in said.out.splitlines()]
     assert lines == [True, False] * tried
     assert (status == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said.err)
-
-
-def test_what_a_process_said_before_it_died_is_no_result():
-    (passes,) = worker.cases_of(DEVICE, "fp32", False)[:1]
-    line = run_case(passes, "fp32").as_dict()
-    told = worker.check_job(passes.name, "fp32", DEVICE)
-    (died,) = worker.results_of(Outcome(told, [line], "ended by SIGSEGV"))
-    assert line["passed"] and not died.passed and died.why == "ended by SIGSEGV"
-    (silent,) = worker.results_of(Outcome(told, [], None))
-    assert not silent.passed and silent.why == "the process said nothing"
-
-
-def test_what_is_left_of_one_table_is_not_what_another_has_tried():
-    """Configs are numbered in their tables."""
-    first, second = [name for name, table in TABLES.items() if len(table.configs) >= 2][:2]
-    died = config_job(first, range(2), "")
-    what = json.loads(died.command[-1])
-    what["forced"] += config_job_entry(second)
-    died = replace(died, command=(*died.command[:-1], json.dumps(what)))
-    lines = [{"table": first, "config": i, "tried": True} for i in range(2)]
-    (rest,) = worker.rest_of(Outcome(died, lines, "killed"))
-    assert json.loads(rest.command[-1])["forced"] == config_job_entry(second)
-    assert worker.rest_of(Outcome(died, lines, None)) == []
-
-
-def config_job_entry(table):
-    return [{"table": table, "settings": [], "configs": [0, 1]}]
-
-
-def test_kept_lines_are_of_the_same_sources(monkeypatch, tmp_path):
-    """In any folder of the package, by name and content."""
-    monkeypatch.setattr(cache, "ROOT", tmp_path)
-    (folder := tmp_path / cache.FOLDERS[0] / "ops").mkdir(parents=True)
-    path = folder / "one.py"
-    hashes = []
-    for name, content in (("one", "x = 1"), ("one", "x = 2"), ("two", "x = 2"), ("two", "x = 2")):
-        path.unlink(missing_ok=True)
-        path = path.with_name(f"{name}.py")
-        path.write_text(content)
-        cache.sources_hash.cache_clear()
-        hashes.append(cache.sources_hash())
-    cache.sources_hash.cache_clear()
-    assert len({*hashes}) == 3 and hashes[2] == hashes[3]
-
-
-def test_a_job_may_have_a_timeout_of_its_own(tmp_path):
-    path = tmp_path / "pid"
-    hung = replace(job("hangs", hangs(path)), timeout=7.0)
-    (outcome,) = run_isolated([hung], 1, 1e9, now=clock_of(path))
-    assert outcome.failure == "not finished after 7 s, killed"
-
-
-@pytest.mark.parametrize("status", [1, 2])
-def test_any_status_but_0_is_a_failure(status):
-    (outcome,) = run_isolated([job("exits", f"{GOOD}; raise SystemExit({status})")], 1, TIMEOUT)
-    assert outcome.failure == f"the process ended with status {status}"
-
-
-@pytest.mark.parametrize("jobs", [0, 2])
-@pytest.mark.parametrize(("budget", "left_out"), [(math.inf, 0), (-1.0, 3)])
-def test_what_a_budget_leaves_out_is_counted(monkeypatch, jobs, budget, left_out):
-    cases = worker.cases_of(DEVICE, "fp32", False)[:3]
-    result = run_case(cases[0], "fp32")
-    monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
-    monkeypatch.setattr(worker, "run_case", lambda case, dtype: replace(result, name=case.name))
-
-    def run(given, *_, budget, then):
-        for j in given:
-            names = [json.loads(word)["name"] for word in j.command[3:]]
-            lines = [{**result.as_dict(), "name": name} for name in names] if budget > 0 else []
-            yield Outcome(j, lines, None, not lines)
-
-    monkeypatch.setattr(selection, "run_isolated", run)
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), budget)
-    found = [result.name for result in selection.run_cases(wanted)]
-    assert len(found) == 3 - left_out and wanted.left_out == left_out
-
-
-def test_configs_that_ran_before_the_budgets_end_are_kept(monkeypatch, tmp_path):
-    """All that a job had said was thrown away, and the next run began at its first config."""
-    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
-    line = {"table": "rms_norm_fwd", "config": 0}
-    lines = [
-        {**line, "tried": True},
-        {**line, "tried": False, "share": 0.5, "fault": None},
-        {**line, "config": 1, "tried": True},
-    ]
-
-    def run(given, *_, **__):
-        return (Outcome(job, lines, None, is_cut=True) for job in given)
-
-    monkeypatch.setattr(selection, "cases_of", lambda *_: [case])
-    monkeypatch.setattr(selection, "run_isolated", run)
-    path = tmp_path / "kept"
-    wanted = selection.Selection(DEVICE, ["fp32"], "", 2, TIMEOUT, ResultsCache(path), 1.0)
-    (ran,) = selection.run_configs(wanted)
-    assert (ran.table, ran.share, ran.fault) == ("rms_norm_fwd", 0.5, None)
-    assert wanted.left_out == 1 and len(ResultsCache(path).lines) == 1
-
-
-@pytest.mark.parametrize("jobs", [0, 2])
-def test_configs_run_in_processes_where_jobs_are_asked_for(monkeypatch, jobs):
-    case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("rms_norm"))
-    run = selection.all_configs.Run("rms_norm_fwd", None, case.name, 0.0, None)
-    here, apart = [], []
-    monkeypatch.setattr(selection, "cases_of", lambda *_: [case])
-    monkeypatch.setattr(selection.all_configs, "run_config", lambda *_: here.append(1) or run)
-    monkeypatch.setattr(
-        selection, "run_isolated", lambda given, *_, **__: apart.extend(given) or []
-    )
-    wanted = selection.Selection(DEVICE, ["fp32"], "", jobs, TIMEOUT, ResultsCache(None), math.inf)
-    found = [*selection.run_configs(wanted)]
-    assert bool(here) == (not jobs) == bool(found) and len(apart) == bool(jobs)
 
 
 def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
@@ -454,28 +279,6 @@ def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
     assert "1 of 2 cases passed" in capsys.readouterr().out
     monkeypatch.setattr(ResultsCache.__init__, "__defaults__", (lambda: "mended",))
     assert main(words) == 1 and len(started) == 4
-
-
-def test_a_budget_leaves_cases_out_and_says_so(monkeypatch, capsys):
-    cases = worker.cases_of(DEVICE, "fp32", False)[:2]
-    monkeypatch.setattr(selection, "check_job", partial(planted, HANGS))
-    monkeypatch.setattr(selection, "cases_of", lambda *_: cases)
-    words = ["--jobs", "2", "--dtype", "fp32", "--time-budget", "0.05"]
-    assert main(words) == 3
-    assert "the time is over: 2 did not run" in capsys.readouterr().out
-
-
-def test_kept_configs_are_left_out_of_a_job():
-    cases = worker.cases_of(DEVICE, "fp32", True)
-    case = next(c for c in cases if c.name.startswith("layer_norm_and_input"))
-    reached = [r for r in all_configs.reached_by(case, ()) if r.table == "layer_norm_fwd"]
-    fits = [c for c in TABLES["layer_norm_fwd"].configs if reached[0].fits(c)]
-    done = [("layer_norm_fwd", c) for c in fits]
-    (entry,) = json.loads(worker.config_job(reached, "fp32", DEVICE, done[1:]).command[-1])[
-        "forced"
-    ]
-    assert entry["configs"] == [TABLES["layer_norm_fwd"].configs.index(fits[0])]
-    assert worker.config_job(reached, "fp32", DEVICE, done) is None
 
 
 TERMINATED = """

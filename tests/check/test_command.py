@@ -12,7 +12,6 @@ from fastvit_kernels.accuracy.runner import Result
 from . import __main__ as command, worker
 from .__main__ import main
 from .all_configs import Run
-from .config_cases import config_cases
 from .isolated import Outcome
 
 
@@ -31,20 +30,6 @@ def answers(monkeypatch):
     monkeypatch.setattr(command, "run_cases", some("results"))
     monkeypatch.setattr(command, "run_configs", some("runs"))
     return given
-
-
-def test_what_check_is_told_reaches_the_cases(answers, tmp_path, capsys):
-    words = ["--device", "cpu", "--only", "norm", "--jobs", "3", "--case-timeout", "7"]
-    words += ["--keep", str(tmp_path / "kept"), "--time-budget", "5"]
-    assert main(words) == 0
-    asked = answers.asked
-    assert (asked.only, asked.jobs, asked.timeout, asked.budget) == ("norm", 3, 7, 5)
-    assert asked.dtypes == ["fp32", "fp16"] and asked.device == torch.device("cpu")
-    asked.kept.add(name="x")
-    assert "x" in (tmp_path / "kept").read_text()
-    assert main(["--device", "cpu"]) == 0
-    asked = answers.asked
-    assert (asked.jobs, asked.timeout, asked.budget) == (0, 300, float("inf"))
 
 
 @pytest.mark.parametrize("all_configs", [False, True])
@@ -86,21 +71,3 @@ def test_cases_share_processes_and_one_that_dies_costs_itself():
     assert [json.loads(w)["name"] for w in worker.rest_of(silent)[0].command[3:]] == ["d"]
     cut = Outcome(jobs[0], lines, None, is_cut=True)
     assert worker.results_of(cut) == [right] and worker.rest_of(cut) == []
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_a_process_finds_a_case_by_its_name(large):
-    names = [case.name for case in config_cases(large, torch.device("cpu"), torch.bfloat16)]
-    assert len(names) == len(set(names))
-
-
-def test_the_row_of_a_table_has_its_worst_run(monkeypatch):
-    table = SimpleNamespace(configs=(1, 2, 3))
-    monkeypatch.setattr(command, "TABLES", {"a": table, "b": table, "c": table})
-    runs = [Run("a", 1, "x", 0.25, None), Run("a", 2, "x", 0.5, None), Run("a", 2, "y", 0.1, None)]
-    runs += [Run("b", 1, "x", 3.0, "wrong"), Run("b", 1, "y", 0.0, None)]
-    assert command.config_rows(runs) == [
-        ("a", "3", "2", "3", "0.50", "ok"),
-        ("b", "3", "1", "2", "3.00", "1 FAILED"),
-        ("c", "3", "0", "0", "0.00", "not reached"),
-    ]

@@ -289,19 +289,19 @@ CONSTRUCTORS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"), [r[1:] for r in CONSTRUCTORS], ids=[r[0] for r in CONSTRUCTORS]
-)
-def test_bad_constructor(call, error, message):
-    with pytest.raises(error, match=message) as caught:
-        call()
-    assert type(caught.value) is error
-    assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value))
-
-
-def test_a_register_is_no_class_token():
-    with pytest.raises(ValueError, match="'token' needs class_token=True"):
-        fk.VisionTransformer(class_token=False, reg_tokens=4)
+@pytest.mark.parametrize("make", sorted({row[0].partition("-")[0] for row in CONSTRUCTORS}))
+def test_bad_constructor(make):
+    """A class's own error; a part's comes before it draws weights."""
+    for label, call, error, message in CONSTRUCTORS:
+        if label.partition("-")[0] != make:
+            continue
+        state = torch.get_rng_state()
+        with pytest.raises(error, match=message) as caught:
+            call()
+        assert type(caught.value) is error, label
+        assert re.match(r"\w+(\.__init__\(\))?:? ", str(caught.value)), label
+        if make not in ("Block", "VisionTransformer", "create_vit"):
+            assert torch.equal(state, torch.get_rng_state()), label
 
 
 def test_constructors_show_their_arguments_and_name_what_is_missing():
@@ -315,17 +315,6 @@ def test_constructors_show_their_arguments_and_name_what_is_missing():
         fk.Block(16)
     with pytest.raises(TypeError, match=r"Mlp.__init__\(\) missing .* 'hidden_features'"):
         fk.Mlp(16)
-
-
-PARTS = [row for row in CONSTRUCTORS if not row[0].startswith(("Block", "Vision", "create"))]
-
-
-@pytest.mark.parametrize(("call", "error"), [r[1:3] for r in PARTS], ids=[r[0] for r in PARTS])
-def test_bad_constructor_of_a_part_draws_no_weights(call, error):
-    state = torch.get_rng_state()
-    with pytest.raises(error):
-        call()
-    assert torch.equal(state, torch.get_rng_state())
 
 
 def _block() -> fk.Block:
@@ -353,11 +342,8 @@ for _name, _make, _argument, _good in (
 ):
     for _kind, _x, _error, _message in (
         ("None", None, TypeError, f"{_argument} must be a Tensor, got NoneType"),
-        ("ndarray", _good.cpu().numpy(), TypeError, f"{_argument} must be a Tensor, got ndarray"),
         ("list", [[1.0]], TypeError, f"{_argument} must be a Tensor, got list"),
         ("int", _good.long(), TypeError, f"{_argument} must be floating point, got torch.int64"),
-        ("uint8", _good.byte(), TypeError, f"{_argument} must be floating point, got torch.uint8"),
-        ("float8", _good.to(torch.float8_e4m3fn), TypeError, f"{_argument} must be floating point"),
         ("sparse", _good.to_sparse(), TypeError, f"{_argument} must be a dense strided tensor"),
         ("scalar", torch.ones(()), ValueError, "must|the last axis of x must be 8, got"),
         ("width", torch.ones(*_good.shape[:-1], 7), ValueError, "must"),
@@ -452,7 +438,7 @@ SWAPS: list[tuple[str, Callable[[nn.Module], Any], type[Exception], str]] = [
             f"{call.__name__}: model must be an nn.Module, got {type(x).__name__}",
         )
         for call in (fk.swap_in, fk.swap_out)
-        for x in (None, "model", nn.Linear, [nn.Linear(2, 2)], {"a": 1})
+        for x in (None, nn.Linear)
     ),
     *(
         (
@@ -462,7 +448,7 @@ SWAPS: list[tuple[str, Callable[[nn.Module], Any], type[Exception], str]] = [
             f"swap_in: {argument} takes names of modules or .* got (int|float|None|tup)",
         )
         for argument in ("only", "skip")
-        for x in (3, 2.5, [3], ["0", None], [("0",)])
+        for x in (3, ["0", None])
     ),
 ]
 
@@ -512,34 +498,11 @@ def test_bad_attention_maps(model, images, error, message):
     assert not any(m._forward_hooks for m in modules)
 
 
-BACKENDS = (
-    None,
-    True,
-    3,
-    "",
-    "cuda",
-    "Triton",
-    "torch ",
-    b"torch",
-    ["torch"],
-    ("torch",),
-    {"torch"},
-    np.ones(2),
-    torch.ones(2),
-    nn.Linear,
-)
-
-
 @pytest.mark.parametrize("call", [fk.set_backend, fk.backend])
-@pytest.mark.parametrize("name", BACKENDS, ids=lambda x: f"{x!r:.20}")
+@pytest.mark.parametrize("name", [None, "cuda", ["torch"], np.ones(2)], ids=lambda x: f"{x!r:.20}")
 def test_bad_backend(call, name):
     message = r"backend must be one of \('auto', 'triton', 'torch'\), got "
     with fk.backend("torch"):
         with pytest.raises(ValueError, match=message), call(name):
             pass
         assert fk.get_backend() == "torch"
-
-
-BAD_MODEL_CALLS = (  # docs/numerics.md counts them
-    len(CONSTRUCTORS) + len(FORWARDS) + len(SWAPS) + len(MAPS) + 2 * len(BACKENDS)
-)

@@ -13,7 +13,7 @@ from transformers.models.aimv2.modeling_aimv2 import Aimv2MLP
 from transformers.models.dinov2.modeling_dinov2 import Dinov2SwiGLUFFN
 from transformers.models.dinov3_vit.modeling_dinov3_vit import DINOv3ViTGatedMLP
 
-from fastvit_kernels import Block, Mlp, VisionTransformer, backend, gated_mlp
+from fastvit_kernels import Mlp, backend, gated_mlp
 from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
 
 C, HIDDEN = 48, 42
@@ -126,17 +126,6 @@ def test_an_mlp_saves_its_hidden_layer_where_it_shall_not_rebuild_it(kind):
     assert counts[1] == counts[0] + 1
 
 
-def test_dropout_is_timms():
-    host, own = _pair("GluMlp")
-    own.drop.p = 0.5
-    host.drop1.p = host.drop2.p = 0.5
-    x = rand(2, 9, C)
-    torch.manual_seed(5)
-    wanted = host.train()(x)
-    torch.manual_seed(5)
-    torch.testing.assert_close(own.train()(x), wanted)
-
-
 _DINOV3 = partial(transformers.DINOv3ViTConfig, hidden_size=C, intermediate_size=HIDDEN)
 # -> (its class, its config, its activation)
 HF = {
@@ -190,30 +179,3 @@ def test_dinov2_packed():
     x = rand(2, 9, C).cpu()
     x1, x2 = w12(x).chunk(2, dim=-1)
     torch.testing.assert_close(own(x), w3(F.silu(x1) * x2))
-
-
-def test_models_take_timms_names():
-    arguments = dict(img_size=16, patch_size=8, embed_dim=C, depth=1, num_heads=3, num_classes=2)
-    packed = VisionTransformer(**arguments, mlp_layer="SwiGLUPacked", act_layer="silu")
-    assert packed.blocks[0].mlp.fc1.out_features == 4 * C and not packed.blocks[0].mlp.gate_last
-    separate = VisionTransformer(**arguments, mlp_layer="SwiGLU", act_layer="silu")
-    mlp = separate.blocks[0].mlp
-    assert mlp.fc1_g.out_features == 4 * C
-    assert mlp.fc1_g.bias.eq(1).all() and mlp.fc1_g.weight.abs().max() < 1e-4  # timm's
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "make"),
-    [
-        (ValueError, "GluMlp: hidden_features must be even", lambda: GluMlp(8, 7)),
-        (ValueError, "GluMlp: act_layer must be one of", lambda: GluMlp(8, 6, "relu")),
-        (TypeError, "SwiGLU: act_layer must be one of", lambda: SwiGLU(8, 6, None)),
-        (TypeError, "SwiGLU: align_to must be an int", lambda: SwiGLU(8, 6, align_to=8.0)),
-        (TypeError, "GluMlp: gate_last must be True or False", lambda: GluMlp(8, 6, gate_last=1)),
-        (ValueError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer="swiglu")),
-        (TypeError, "Block: mlp_layer must be one of", lambda: Block(8, 1, mlp_layer=SwiGLU)),
-    ],
-)
-def test_rejects(error, message, make):
-    with pytest.raises(error, match=message):
-        make()

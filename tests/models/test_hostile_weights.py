@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
@@ -155,33 +154,19 @@ _READ = "cannot read"
 # name of the file -> (its content, what the error says of it)
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty.pth": (lambda: b"", "it is empty"),
-    "empty.pt": (lambda: b"", "it is empty"),
-    "empty.bin": (lambda: b"", "it is empty"),
     "empty.safetensors": (lambda: b"", "it is empty"),
-    "empty.npz": (lambda: b"", "it is empty"),
     "random.pth": (lambda: _random(1), "it is not a checkpoint of torch.save"),
     "random.safetensors": (lambda: _random(2), _READ),
-    "random.npz": (lambda: _random(3), _READ),
     "text.pth": (lambda: b"not a checkpoint", "it is not a checkpoint of torch.save"),
     "truncated.pth": (lambda: _half(_saved(_good())), _READ),
     "truncated-legacy.pth": (lambda: _half(_legacy(_good())), _READ),
-    "truncated-by-a-byte.pth": (lambda: _saved(_good())[:-1], _READ),
     "truncated.safetensors": (lambda: _half(safetensors.save(_good())), _READ),
-    "truncated-by-a-byte.safetensors": (lambda: safetensors.save(_good())[:-1], _READ),
     "truncated.npz": (lambda: _half(_GOOD_NPZ), _READ),
     "flipped-bytes.npz": (
         lambda: _GOOD_NPZ.replace(np.ones(1, np.float32).tobytes(), b"\x01\x02\x03\x04"),
         _READ,
     ),
     "runs-code.pth": (lambda: _saved(_good(extra=_Runs(TOKENS))), r"more than tensors \(getattr\)"),
-    "runs-code-protocol-2.bin": (
-        lambda: pickle.dumps(_Runs(TOKENS), 2),
-        r"more than tensors \(getattr\)",
-    ),
-    "runs-code-legacy.pth": (
-        lambda: _legacy(_good(extra=_Runs(TOKENS))),
-        r"more than tensors \(getattr\)",
-    ),
     "runs-code-plain-pickle.bin": (
         lambda: pickle.dumps(_Runs(TOKENS)),
         "it is not a checkpoint",
@@ -206,66 +191,33 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         "claim to unpack to",
     ),
     "a-list.pth": (lambda: _saved([torch.ones(1)]), "source must be a path or hold a mapping"),
-    "a-number.pth": (lambda: _saved(3), "source must be a path or hold a mapping.*got int"),
     "number-keys.pth": (lambda: _saved({0: torch.ones(1)}), "keys of the source must be str"),
     "not-an-array.npz": (lambda: _rezipped(_GOOD_NPZ, lambda n, c: b"hello"), _READ),
     "bomb.npz": (_npz_bomb, "claim to unpack to"),
     "directory-lies.npz": (_npz_directory_lies, _READ),
     "header-claims-4-TiB.npz": (lambda: _npz_header((2**40,), C), "must hold 64 bytes"),
-    "header-claims-2^200.npz": (lambda: _npz_header((2**100, 2**100), C), "must hold 64 bytes"),
-    "header-negative.npz": (lambda: _npz_header((-4, -4), C), "must hold 64 bytes"),
-    "header-too-short.npz": (lambda: _npz_header((C - 1,), C), "must hold 64 bytes"),
     "header-not-numbers.npz": (lambda: _npz_header(("a",), C), _READ),
     "header-code.npz": (lambda: _npz_header("__import__('os')", C), _READ),
-    "header-unknown-dtype.npz": (lambda: _npz_header((C,), C, descr="<q9"), _READ),
     "layers-without-end.npz": (
         lambda: _npz(**{"Transformer/encoderblock/LayerNorm_0/scale": np.ones((2**40, 0))}),
         "must hold 1 to 1000 layers",
     ),
-    "layers-without-axis.npz": (
-        lambda: _npz(**{"Transformer/encoderblock/LayerNorm_0/scale": np.ones(())}),
-        "must hold 1 to 1000 layers",
-    ),
     "text.npz": (lambda: _npz(**{NAME: np.array(["a"])}), "must hold numbers"),
-    "longdouble.npz": (lambda: _npz(**{NAME: np.ones(C, np.longdouble)}), "must hold numbers"),
-    "length-past-the-file.safetensors": (
-        lambda: _safetensors({NAME: _entry()}, _DATA, length=10**6),
-        _READ,
-    ),
     "length-2^64.safetensors": (
         lambda: _safetensors({NAME: _entry()}, _DATA, length=2**64 - 1),
         _READ,
     ),
     "not-json.safetensors": (lambda: _safetensors(b"{norm", _DATA), _READ),
-    "json-list.safetensors": (lambda: _safetensors([1, 2], _DATA), _READ),
-    "not-utf8.safetensors": (lambda: _safetensors(b"\xff" * 16, _DATA), _READ),
     "overlap.safetensors": (
         lambda: _safetensors({NAME: _entry(), "norm.bias": _entry(offsets=(32, 96))}, bytes(96)),
-        _READ,
-    ),
-    "hole.safetensors": (
-        lambda: _safetensors({NAME: _entry(), "norm.bias": _entry(offsets=(99, 163))}, bytes(163)),
         _READ,
     ),
     "offsets-past-the-file.safetensors": (
         lambda: _safetensors({NAME: _entry(offsets=(0, 10**9))}, _DATA),
         _READ,
     ),
-    "offsets-backwards.safetensors": (
-        lambda: _safetensors({NAME: _entry(offsets=(64, 0))}, _DATA),
-        _READ,
-    ),
-    "unknown-dtype.safetensors": (lambda: _safetensors({NAME: _entry("F31")}, _DATA), _READ),
-    "negative-shape.safetensors": (
-        lambda: _safetensors({NAME: _entry(shape=(-C,))}, _DATA),
-        _READ,
-    ),
     "shape-of-4-TiB.safetensors": (
         lambda: _safetensors({NAME: _entry(shape=(2**40,))}, _DATA),
-        _READ,
-    ),
-    "no-offsets.safetensors": (
-        lambda: _safetensors({NAME: {"dtype": "F32", "shape": [C]}}, _DATA),
         _READ,
     ),
 }
@@ -274,10 +226,8 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 TYPE_ERRORS = {
     "laughs.pth",
     "a-list.pth",
-    "a-number.pth",
     "number-keys.pth",
     "text.npz",
-    "longdouble.npz",
 }
 
 
@@ -285,7 +235,6 @@ TYPE_ERRORS = {
 # write it, from a file.
 STATE_DICTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shape": (lambda: _good(**{NAME: torch.ones(C + 1)}), ValueError, r"must have shape \(16,\)"),
-    "rank": (lambda: _good(**{NAME: torch.ones(1, C)}), ValueError, r"must have shape \(16,\)"),
     "empty": (dict, ValueError, "no key of the source is a ViT's"),
     "of another model": (
         lambda: {"conv1.weight": torch.ones(1)},
@@ -307,17 +256,10 @@ STATE_DICTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "norm.weight must hold finite numbers, got 16 NaN or infinite",
     ),
-    "int": (lambda: _good(**{NAME: torch.ones(C).long()}), ValueError, "point, got .*int64"),
-    "bool": (lambda: _good(**{NAME: torch.ones(C).bool()}), ValueError, "point, got .*bool"),
     "complex": (
         lambda: _good(**{NAME: torch.ones(C, dtype=torch.complex64)}),
         ValueError,
         "floating point, got torch.complex64",
-    ),
-    "quantised": (
-        lambda: _good(**{NAME: torch.quantize_per_tensor(torch.ones(C), 0.1, 0, torch.qint8)}),
-        TypeError,
-        "'norm.weight' must be a dense tensor, got a quantised one",
     ),
     "meta": (
         lambda: _good(**{NAME: torch.ones(C, device="meta")}),
@@ -330,7 +272,6 @@ STATE_DICTS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "'norm.weight' must be a dense tensor, got a torch.sparse_coo one",
     ),
     "a list of numbers": (lambda: _good(**{NAME: [1.0] * C}), TypeError, "must be a tensor or an"),
-    "None": (lambda: _good(**{NAME: None}), TypeError, "must be a tensor .* got NoneType"),
     "two of one name": (
         lambda: _good(**{f"module.{NAME}": torch.ones(C)}),
         ValueError,
@@ -355,14 +296,9 @@ OTHERS: dict[str, tuple[Callable[[Path], tuple[Any, Any]], type[Exception], str]
     "loop": (lambda d: (_loop(d), None), FileNotFoundError, "vit.pth: Too many levels"),
     "pipe": (lambda d: (_pipe(d), None), FileNotFoundError, "vit.pth: it is no regular file"),
     "NUL": (lambda d: ("a\0b.pth", None), FileNotFoundError, "there is no file"),
-    "long name": (lambda d: (d / ("x" * 999), None), FileNotFoundError, "no file .*too long"),
     "suffix": (lambda d: (_file(d / "vit.onnx"), None), ValueError, "vit.onnx must end in .pth"),
-    "no suffix": (lambda d: (_file(d / "vit"), None), ValueError, "vit must end in .pth"),
     "None": (lambda d: (None, None), TypeError, "source must be a path .* got NoneType"),
-    "bytes": (lambda d: (b"vit.pth", None), TypeError, "source must be a path .* got bytes"),
     "a tensor": (lambda d: (torch.ones(1), None), TypeError, "source must be a path .* got Tensor"),
-    "grid of text": (lambda d: (_good(), "2x2"), TypeError, r"grid_size must be \(rows, cols\) or"),
-    "grid of three": (lambda d: (_good(), (1, 2, 3)), TypeError, r"grid_size must be \(rows, cols"),
     "grid of floats": (lambda d: (_good(), (2.0, 2)), TypeError, "grid_size must be an int, got"),
     "grid of zeros": (lambda d: (_good(), (0, 4)), ValueError, "grid_size must be at least 1, got"),
     "grid too large": (lambda d: (_good(), (10**9, 10**9)), ValueError, "the grid given as grid"),
@@ -391,9 +327,6 @@ def _pipe(where: Path) -> Path:
     path = where / "vit.pth"
     os.mkfifo(path)
     return path
-
-
-BAD_WEIGHTS = len(FILES) + len(STATE_DICTS) + len(OTHERS)  # docs/numerics.md counts them
 
 
 @pytest.fixture(autouse=True)
@@ -448,57 +381,6 @@ def test_hostile_source(name, refused, tmp_path):
     make, error, message = OTHERS[name]
     source, grid_size = make(tmp_path)
     refused(error, message, source, grid_size)
-
-
-def _trusting(path: Path) -> list[str]:
-    """Calls in a source file that would run what a file brings, and the one reader that checks."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and any(
-            "Unpickler" in ast.unparse(b) for b in node.bases
-        ):
-            found.append(f"{path.name}: class {node.name}")
-        if not isinstance(node, ast.Call):
-            continue
-        name = ast.unparse(node.func)
-        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
-        trusted = name in ("eval", "exec", "__import__", "compile")
-        trusted |= name.split(".")[0] in ("pickle", "marshal", "shelve", "joblib", "dill", "yaml")
-        trusted |= name == "torch.load" and given.get("weights_only") != "True"
-        trusted |= name in ("np.load", "numpy.load") and given.get("allow_pickle") != "False"
-        trusted |= given.get("trust_remote_code", "False") != "False"
-        trusted |= name == "dcp.FileSystemReader"
-        if trusted and name != "pickle.UnpicklingError":
-            found.append(f"{path.name}: {name}")
-    return found
-
-
-def test_no_source_reads_a_file_that_could_run_code():
-    root = Path(weight_files.__file__).parents[2]
-    files = [*(root / "fastvit_kernels").rglob("*.py"), *(root / "bench").rglob("*.py")]
-    assert [call for file in files for call in _trusting(file)] == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "np.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "pickle.load(file)",
-        "pickle.loads(text)",
-        "eval(text)",
-        "exec(text)",
-        "yaml.load(text)",
-        "load(x, trust_remote_code=True)",
-        "class U(pickle.Unpickler): pass",
-        "dcp.FileSystemReader(path)",
-    ],
-)
-def test_a_source_that_does_is_noticed(tmp_path, line):
-    (tmp_path / "source.py").write_text(line)
-    assert len(_trusting(tmp_path / "source.py")) == 1
 
 
 def test_the_malicious_pickle_does_run_where_it_is_trusted(tmp_path, monkeypatch):

@@ -124,14 +124,6 @@ def test_the_decoder_is_maes():
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_the_decoders_blocks_are_as_asked():
-    given = dict(out_dim=4, embed_dim=16, depth=1, num_heads=2)
-    for bias in (True, False):
-        decoder = MaskedDecoder(encoder(), qkv_bias=bias, **given)
-        assert (decoder.blocks[0].attn.qkv.bias is not None) == bias
-    assert MaskedDecoder(encoder(), **given).blocks[0].attn.qkv.bias is not None
-
-
 def test_target_sets_are_those_of_each_alone():
     """JEPA: several sets, of two lengths, for one context: one pass of the blocks."""
     model = encoder()

@@ -11,7 +11,6 @@ from torch import nn
 
 from fastvit_kernels import VisionTransformer, load_weights
 from fastvit_kernels.models.modules import PatchEmbed
-from fastvit_kernels.models.patch_dropout import draw_kept
 
 SIZES: dict[str, Any] = dict(
     img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
@@ -46,13 +45,6 @@ def test_patch_dropout_is_timm_s():
     timm = pytest.importorskip("timm")
     theirs = timm.models.VisionTransformer(**SIZES, patch_drop_rate=0.6)
     _of_timm(theirs, _model(patch_drop_rate=0.6))
-
-
-def test_one_patch_is_always_kept():
-    with pytest.raises(ValueError, match=r"patch_drop_rate must be in \[0, 1\), got 1"):
-        _model(patch_drop_rate=1.0)
-    assert draw_kept(3, 4, 0.9, DEVICE).shape == (3, 1)
-    assert draw_kept(3, 4, 0.5, torch.device("meta")).is_meta  # where the images are
 
 
 def test_positions_resampled_in_16_bits_keep_their_dtype():

@@ -1,4 +1,3 @@
-import argparse
 import math
 import re
 import sys
@@ -12,8 +11,7 @@ import transformers
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torchvision.models import VisionTransformer as TorchvisionViT
 
-from fastvit_kernels import VisionTransformer, WeightsReport, backend, load_weights
-from fastvit_kernels.weights import files
+from fastvit_kernels import VisionTransformer, backend, load_weights
 from fastvit_kernels.weights.names import to_timm
 
 C, DEPTH, HEADS, CLASSES = 32, 2, 2, 5
@@ -175,19 +173,6 @@ def test_torchvision(representation_size):
     torch.testing.assert_close(model(_images()), source(_images()))
 
 
-def test_torchvision_old_mlp_names():
-    source = TorchvisionViT(32, 8, DEPTH, HEADS, C, 4 * C, num_classes=CLASSES).state_dict()
-    old = {
-        re.sub(r"mlp\.(0|3)\.", lambda m: f"mlp.linear_{1 + int(m[1]) // 3}.", name): x
-        for name, x in source.items()
-    }
-    assert old.keys() != source.keys()
-    new_model, old_model = _vit(seed=1), _vit(seed=2)
-    _assert_complete(load_weights(new_model, source))
-    _assert_complete(load_weights(old_model, old))
-    _assert_equal_models(new_model, old_model)
-
-
 @pytest.mark.parametrize("generation", ["new", "old"])
 @pytest.mark.parametrize("prefix", ["vit.", ""])
 def test_transformers(generation, prefix):
@@ -210,7 +195,7 @@ def test_transformers_base_model_with_pooler():
     torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
 
 
-def test_transformers_deit_distillation_token_is_a_register():
+def test_transformers_deit_dist_token():
     config = _hf_config(transformers.DeiTConfig, intermediate_size=4 * C)
     source = _randomised(transformers.DeiTForImageClassification(config))
     model = _vit(norm_eps=1e-12, reg_tokens=1)
@@ -227,7 +212,7 @@ def test_transformers_dinov2_layer_scale():
     torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
 
 
-def test_transformers_dinov2_registers_have_no_positions():
+def test_transformers_dinov2_registers():
     config = _hf_config(transformers.Dinov2WithRegistersConfig, num_register_tokens=4)
     source = _randomised(transformers.Dinov2WithRegistersModel(config))
     model = _vit(init_values=1.0, num_classes=0, reg_tokens=4, no_embed_class=True)
@@ -239,8 +224,15 @@ def test_transformers_dinov2_registers_have_no_positions():
         load_weights(_vit(init_values=1.0, num_classes=0, reg_tokens=4), source.state_dict())
 
 
-@pytest.mark.parametrize("prefix", ["", "opt/target/", "params/", "params/img/"])
-@pytest.mark.parametrize("layout", ["paper", "big_vision", "stacked"])
+@pytest.mark.parametrize(
+    ("prefix", "layout"),
+    [
+        ("", "paper"),
+        ("opt/target/", "paper"),
+        ("params/", "big_vision"),
+        ("params/img/", "stacked"),
+    ],
+)
 def test_jax(tmp_path, prefix, layout):
     source, model = _vit(seed=1), _vit(seed=2)
     arrays = _npz(source, prefix, big_vision=layout != "paper", stacked=layout == "stacked")
@@ -251,7 +243,7 @@ def test_jax(tmp_path, prefix, layout):
     _assert_equal_models(model, source)
 
 
-def test_jax_as_timm_reads_it(tmp_path):
+def test_jax_matches_timm(tmp_path):
     np.savez(tmp_path / "vit.npz", **_npz(_vit(seed=5)))
     model, source = _vit(), _timm()
     source.load_pretrained(str(tmp_path / "vit.npz"))
@@ -269,7 +261,7 @@ def test_jax_pre_logits_and_bfloat16():
     _assert_equal_models(model, source.bfloat16().float())
 
 
-def test_jax_patches_as_a_matrix():
+def test_jax_patch_matrix():
     source, model = _vit(seed=1), _vit(seed=2)
     arrays = _npz(source)
     arrays["embedding/kernel"] = arrays["embedding/kernel"].reshape(-1, C).astype(">f4")
@@ -288,16 +280,7 @@ def test_files(tmp_path, suffix):
     _assert_equal_models(model, source)
 
 
-def test_a_folder_that_may_not_be_entered_is_said_to_be_one(tmp_path, monkeypatch):
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(files.Path, "stat", refused)
-    with pytest.raises(PermissionError):
-        load_weights(_vit(), tmp_path / "vit.pth")
-
-
-def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
+def test_safetensors_missing(tmp_path, monkeypatch):
     path = tmp_path / "vit.safetensors"
     path.write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
@@ -319,14 +302,7 @@ def test_wrappers(wrapper):
     _assert_equal_models(model, source)
 
 
-def test_dtype_is_kept():
-    model = _vit().bfloat16()
-    load_weights(model, _timm().double().state_dict())
-    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
-    torch.testing.assert_close(model.norm.weight, _timm().norm.weight.bfloat16())
-
-
-def test_report_names_what_is_missing_and_unexpected():
+def test_report_missing_unexpected():
     state_dict = _timm(depth=11).state_dict()
     del state_dict["blocks.0.norm1.bias"], state_dict["head.bias"]
     before = _vit(depth=1)
@@ -348,16 +324,8 @@ def test_report_names_what_is_missing_and_unexpected():
     assert "resized: none" in text
 
 
-def test_a_report_prints_twelve_names():
-    names = tuple("abcdefghijklm")
-    full = str(WeightsReport("timm", (), names[:12], (), {}))
-    assert full.splitlines()[1:3] == [f"missing (12): {', '.join(names[:12])}", "unexpected: none"]
-    more = str(WeightsReport("timm", (), names, (), {}))
-    assert more.splitlines()[1] == f"missing (13): {', '.join(names[:12])}, ..."
-
-
 @pytest.mark.parametrize("img_size", [64, (16, 48), (8, 8)], ids=str)
-def test_positions_are_resized_as_timm_does(img_size):
+def test_pos_embed_resize(img_size):
     source = _timm()
     model = _vit(img_size=img_size)
     report = load_weights(model, source.state_dict())
@@ -370,7 +338,7 @@ def test_positions_are_resized_as_timm_does(img_size):
 
 
 @pytest.mark.parametrize("reg_tokens", [4, 8])  # 9 prefix tokens and 16 patches are 5 x 5, too
-def test_positions_of_prefix_tokens_are_kept(reg_tokens):
+def test_pos_embed_prefix_tokens(reg_tokens):
     source = _timm(reg_tokens=reg_tokens)
     model = _vit(img_size=48, reg_tokens=reg_tokens)
     load_weights(model, source.state_dict())
@@ -378,7 +346,7 @@ def test_positions_of_prefix_tokens_are_kept(reg_tokens):
     torch.testing.assert_close(model.pos_embed, expected)
 
 
-def test_positions_of_a_grid_that_is_not_square():
+def test_pos_embed_grid_size():
     source = _vit(seed=2, img_size=(16, 64))  # 2 x 8 patches
     same, other = _vit(img_size=(16, 64)), _vit(img_size=(32, 48))
     _assert_complete(load_weights(same, source.state_dict()))
@@ -401,7 +369,7 @@ def test_positions_of_a_grid_that_is_not_square():
         load_weights(_vit(), _vit(img_size=(16, 48)).state_dict())
 
 
-def test_positions_without_and_with_the_class_token_are_one_function():
+def test_pos_embed_class_token():
     with_class, without = _vit(), _vit(seed=2, no_embed_class=True)
     load_weights(without, with_class.state_dict())
     torch.testing.assert_close(without(_images()), with_class(_images()))
@@ -414,7 +382,7 @@ def test_positions_without_and_with_the_class_token_are_one_function():
     torch.testing.assert_close(back(_images()), with_class(_images()))
 
 
-def test_patches_as_a_matrix():
+def test_patch_matrix():
     source, model = _vit(seed=1, in_chans=1), _vit(seed=2, in_chans=1)
     state_dict = source.state_dict()
     state_dict["patch_embed.proj.weight"] = state_dict["patch_embed.proj.weight"].flatten(1)
@@ -423,23 +391,16 @@ def test_patches_as_a_matrix():
     assert report.resized == {"patch_embed.proj.weight": ((C, 64), (C, 1, 8, 8))}
 
 
-def test_positions_are_unexpected_in_a_model_without():
+def test_pos_embed_unexpected():
     report = load_weights(_vit(pos_embed="none"), _timm().state_dict())
     assert report.unexpected == ("pos_embed",) and not report.missing
 
 
-def test_norm_is_not_read_as_fc_norm():
+def test_norm_is_not_fc_norm():
     model = _vit(global_pool="avg")
     report = load_weights(model, _timm().state_dict())
     assert report.missing == ("fc_norm.bias", "fc_norm.weight")
     assert report.unexpected == ("norm.bias", "norm.weight")
-
-
-def test_old_timm_pre_logits():
-    model, source = _vit(representation_size=16), _vit(seed=2, representation_size=16)
-    assert "pre_logits.fc.weight" in source.state_dict()
-    _assert_complete(load_weights(model, source.state_dict()))
-    _assert_equal_models(model, source)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +413,7 @@ def test_old_timm_pre_logits():
         ("layer.0.mlp", {"up_proj": "fc1", "down_proj": "fc2"}),  # without a gate
     ],
 )
-def test_names_of_gated_mlps(stem, names):
+def test_gated_mlp_names(stem, names):
     """Which half is the gate: g(x) * x is no more itself where they change places."""
     source = {
         f"{stem}.{name}.{leaf}": torch.rand(2) for name in names for leaf in ("weight", "bias")
@@ -491,18 +452,10 @@ def test_names_of_gated_mlps(stem, names):
     ],
     ids=["registers", "scales", "transformers"],
 )
-def test_names_that_mean_the_same(names, wanted):
+def test_aliases(names, wanted):
     for name in names:
         x = torch.rand(1, 1, 2)
         assert torch.equal(to_timm({name: x})[1][wanted], x), name
-
-
-def test_gradients_convert_like_weights():
-    source = _hf()
-    source(_images()).logits.square().sum().backward()
-    family, grads = to_timm({name: p.grad for name, p in source.named_parameters()})
-    assert family == "transformers"
-    assert grads.keys() == _vit().state_dict().keys()
 
 
 def _changed(name, change):
@@ -540,11 +493,6 @@ def _changed(name, change):
         ),
         (
             ValueError,
-            r"norm.weight must be floating point, got torch.int64",
-            _changed("norm.weight", lambda x: x.long()),
-        ),
-        (
-            ValueError,
             r"pos_embed must have shape \(1, 17, 32\), got \(17, 32\)",
             _changed("pos_embed", lambda x: x[0]),
         ),
@@ -556,69 +504,11 @@ def _changed(name, change):
                 for name, x in _hf().state_dict().items()
             },
         ),
-        (
-            ValueError,
-            "two keys of the source mean 'norm.weight'",
-            lambda: {"norm.weight": torch.ones(C), "module.norm.weight": torch.ones(C)},
-        ),
-        (ValueError, "no key of the source is a ViT's", lambda: {"conv1.weight": torch.ones(1)}),
-        (ValueError, "no key of the source is a ViT's", dict),
-        (TypeError, "'norm.weight' must be a tensor", lambda: {"norm.weight": [1.0]}),
-        (TypeError, "'cls_token' must hold numbers", lambda: {"cls_token": np.array(["a"])}),
-        (TypeError, "source must be a path or hold a mapping", lambda: [torch.ones(1)]),
     ],
 )
-def test_rejects_and_leaves_the_model_as_it_was(error, message, make):
+def test_rejects(error, message, make):
     model = _vit()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(error, match=message):
         load_weights(model, make())
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-
-
-def test_rejects_another_model():
-    with pytest.raises(TypeError, match="VisionTransformer, got Linear"):
-        load_weights(torch.nn.Linear(2, 2), {})  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", "truncated"], ids=str)
-def test_corrupt_files(tmp_path, suffix, content):
-    path = tmp_path / f"vit{suffix}"
-    if content == "truncated":
-        state_dict = _vit().state_dict()
-        if suffix == ".npz":
-            np.savez(path, **{name: x.numpy() for name, x in state_dict.items()})
-        elif suffix == ".pth":
-            torch.save(state_dict, path)
-        else:
-            pytest.importorskip("safetensors.torch").save_file(state_dict, path)
-        content = path.read_bytes()[: path.stat().st_size // 2]
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"cannot read .*vit\{suffix}: "):
-        load_weights(_vit(), path)
-
-
-def test_an_error_without_a_text_is_told_by_its_name(tmp_path, monkeypatch):
-    def ends(*_):
-        raise EOFError
-
-    monkeypatch.setattr(files, "read_pickle", ends)
-    (tmp_path / "vit.pth").write_bytes(b"0")
-    with pytest.raises(ValueError, match=r"cannot read .*vit\.pth: EOFError$"):
-        load_weights(_vit(), tmp_path / "vit.pth")
-
-
-def test_files_that_would_run_code(tmp_path):
-    path = tmp_path / "vit.pth"
-    torch.save({"model": _vit().state_dict(), "args": argparse.Namespace(lr=1)}, path)
-    with pytest.raises(ValueError, match="weights_only=False"):
-        load_weights(_vit(), path)
-
-
-def test_files_that_are_not_there_or_unknown(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*vit\.pth"):
-        load_weights(_vit(), tmp_path / "vit.pth")
-    (tmp_path / "vit.onnx").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must end in \.pth, \.pt, \.bin, \.safetensors or \.npz"):
-        load_weights(_vit(), tmp_path / "vit.onnx")

@@ -34,7 +34,7 @@ def _check(inputs, **options):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize(
     "mask",
     [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)],
@@ -53,7 +53,7 @@ def _check_packed(inputs, **options):
         assert_accurate(partial(attention, **options), partial(attention_ref, **options), inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
 @pytest.mark.parametrize(
     "mask", [(2, 17, 17), (6, 1, 17, 17), (3, 2, 17, 17), (3, 1, 17, 17), (1, 1, 1, 17)], ids=str
 )

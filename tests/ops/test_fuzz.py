@@ -1,6 +1,6 @@
 """Random calls of every op against its specification, every memory access checked.
 
-300 cases by default, the same at every run; `--fuzz-cases 5000` for more, `--fuzz-seed` for others.
+200 cases by default, the same at every run; `--fuzz-cases 5000` for more, `--fuzz-seed` for others.
 A case that fails is shrunk and printed: mend the code and append the case to fuzz_cases.KEPT.
 """
 

@@ -71,13 +71,7 @@ def test_mlp_backward(route, epilogue, activation, dtype):
     _check(_inputs(dtype=dtype, epilogue=epilogue), activation)
 
 
-@pytest.mark.parametrize("epilogue", [("residual",), ("layer_scale",), ("row_scale",)], ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["b", "no_b"])
-def test_mlp_parts(route, bias, epilogue):
-    _check(_inputs(bias=bias, epilogue=epilogue))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("dtype", [bf16], ids=dtype_id)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_mlp_recompute_keeps_every_bit(route, activation, dtype):
     inputs = _inputs(dtype=dtype)
@@ -89,7 +83,7 @@ def test_mlp_recompute_keeps_every_bit(route, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(
     ("M", "C", "F", "N"),
-    [(1, 65, 41, 34), (1, 1, 1, 1), (300, 48, 200, 40), (5, 64, 128, 64)],
+    [(1, 65, 41, 34), (1, 1, 1, 1), (300, 48, 200, 40)],
     ids=str,
 )
 def test_mlp_sizes(route, M, C, F, N, dtype):
@@ -113,17 +107,8 @@ def test_mlp_layouts(route):
         _check({**base, name: x.requires_grad_(name != "row_scale")})
 
 
-@pytest.mark.parametrize("epilogue", [PLAIN, FULL], ids=["plain", "full"])
-def test_mlp_expanded_gradient(route, epilogue):
-    inputs = _inputs((4, 6), 40, 48, 24, epilogue=epilogue)
-    one, row = torch.randn((), device=DEVICE), torch.randn(24, device=DEVICE)
-    strided = torch.randn(24, 6, 4, device=DEVICE).permute(2, 1, 0)
-    for upstream in (one.expand(4, 6, 24), row.expand(4, 6, 24), strided):
-        _check(inputs, upstream=[upstream])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["gelu"])
 def test_mlp_extremes(route, activation, dtype):
     """|z| up to 1e4; the upstream gradient is small enough for dfc2_weight to stay within fp16."""
     inputs = _inputs((2, 8), 48, 40, 24, dtype)
@@ -173,12 +158,6 @@ def test_mlp_frozen_inputs(route, recompute):
     few = {k: x.detach().requires_grad_(k in ("x", "layer_scale")) for k, x in inputs.items()}
     for name, gradient in _gradients(few, recompute=recompute).items():
         assert torch.equal(gradient, together[name]), name
-
-
-def test_mlp_is_deterministic(route):
-    inputs = _inputs((300,), 24, 40, 16)
-    first, second = _gradients(inputs), _gradients(inputs)
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def _saved_shapes(function):
@@ -261,45 +240,3 @@ def test_mlp_operator_passes_opcheck(route):
         library.opcheck(operator, (*tensors, fp32, fp32, bf16, bf16, fp32, fp32))
     tensors = (dy, inputs["x"], *weights, hidden, hidden, *scales)
     library.opcheck(operator, (*tensors, None, None, None, fp32, None, None))
-
-
-def test_mlp_compiles_without_graph_breaks():
-    inputs = _inputs((2, 5), 24, 40, 16)
-    compiled = torch.compile(lambda kw: mlp(**kw), fullgraph=True, backend="aot_eager")
-    y, expected = compiled(inputs), mlp(**inputs)
-    leaves, upstream = list(_leaves(inputs).values()), rand(*y.shape, seed=9, grad=False)
-    assert torch.equal(y, expected)
-    for a, b in zip(
-        torch.autograd.grad(y, leaves, upstream),
-        torch.autograd.grad(expected, leaves, upstream),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "arguments"),
-    [
-        (TypeError, "x must be a Tensor, got list", dict(x=[1.0])),
-        (ValueError, r"fc1_weight must have shape \(6, 8\)", dict(fc1_weight=rand(6, 7))),
-        (ValueError, r"fc1_bias must have shape \(6,\), got \(4,\)", dict(fc1_bias=rand(4))),
-        (ValueError, r"fc2_weight must have shape \(4, 6\)", dict(fc2_weight=rand(4, 8))),
-        (ValueError, r"fc2_bias must have shape \(4,\), got \(6,\)", dict(fc2_bias=rand(6))),
-        (TypeError, "fc2_weight must have the dtype", dict(fc2_weight=rand(4, 6, dtype=bf16))),
-        (ValueError, "activation must be None or one of", dict(activation="relu")),
-        (ValueError, "activation must not be None", dict(activation=None)),
-        (ValueError, r"residual must have shape \(2, 3, 4\)", dict(residual=rand(2, 3, 8))),
-        (ValueError, r"layer_scale must have shape \(4,\)", dict(layer_scale=rand(8))),
-        (ValueError, r"row_scale must have shape \(2,\)", dict(row_scale=rand(3))),
-    ],
-)
-def test_mlp_rejects(error, message, arguments):
-    base = {
-        "x": rand(2, 3, 8),
-        "fc1_weight": rand(6, 8),
-        "fc1_bias": None,
-        "fc2_weight": rand(4, 6),
-        "fc2_bias": None,
-    }
-    with pytest.raises(error, match=f"mlp: .*{message}"):
-        mlp(**{**base, **arguments})

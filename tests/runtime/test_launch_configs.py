@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +11,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.runtime import configs as launch_configs, tuned_table
 from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode
-from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable, forced, install, recording
+from fastvit_kernels.runtime.configs import TABLES, ConfigTable, forced, install, recording
 from tests.check.all_configs import launches_left_out
 from tests.machine.aot import TARGETS, Trace, _RunLaunchers
 
@@ -65,11 +63,6 @@ def test_a_config_that_does_not_fit_is_not_chosen(table):
     assert table.candidates(HERE, 128) == [LARGE, SMALL, HUGE]
 
 
-def test_tuned_configs_are_of_one_gpu(table):
-    install(HERE, {("stand_in", (128,)): HUGE})
-    assert table.choose(THERE, 128) == LARGE and table.choose(ABSENT, 128) == LARGE
-
-
 def test_the_users_table_is_read_once_at_the_first_choice_on_a_gpu(table, monkeypatch):
     read = []
 
@@ -94,37 +87,6 @@ def test_a_warning_made_an_exception_comes_once(table, monkeypatch):
     with pytest.raises(UserWarning, match="ignored"):
         table.choose(HERE, 128)
     assert table.choose(HERE, 128) == LARGE
-
-
-def test_recording_sees_choices_that_caches_would_hide(table):
-    plans = launch_configs.launch_plan(lambda gpu, size: table.choose(gpu, size))
-    assert plans(HERE, 32) == SMALL
-    with recording() as outer:
-        assert plans(HERE, 32) == SMALL
-        with recording() as inner:
-            plans(HERE, 32)
-        plans(HERE, 128)
-    assert list(outer) == [Choice("stand_in", HERE, (32,)), Choice("stand_in", HERE, (128,))]
-    assert list(inner) == [Choice("stand_in", HERE, (32,))]
-    with forced("stand_in", LARGE):
-        assert plans(HERE, 32) == LARGE  # a plan is forgotten when a choice changes
-    assert plans(HERE, 32) == SMALL
-
-
-def test_importing_reads_no_file_and_touches_no_device():
-    program = """
-import sys
-opened = []
-sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-import torch
-from fastvit_kernels import *
-from fastvit_kernels.runtime import configs as launch_configs
-assert not [name for name in opened if name.endswith(".json") and "fastvit" in name], opened
-assert "fastvit_kernels.runtime.tuned_table" not in sys.modules
-assert launch_configs._tuned == {} and not torch.cuda.is_initialized()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def _norm(B, T, C, dtype):
@@ -196,7 +158,8 @@ def _calls():
             yield _patches, (B, size, patch, C, dtype)
 
 
-GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()] + [Gpu("cpu", 2, 2**20)]
+GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()][::2]
+GPUS += [Gpu("cpu", 2, 2**20)]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
@@ -221,11 +184,3 @@ def test_every_default_ships_and_fits(gpu):
     assert not wrong, f"{len(wrong)} of {len(choices)}: {wrong[:5]}"
     # "cpu" and targets without a route to a kernel never ask that kernel's table
     assert {choice.table for choice in choices} >= {"layer_norm_fwd", "layer_norm_bwd"}
-
-
-def test_configs_are_named_tuples_of_plain_values_without_repeats():
-    for table in TABLES.values():
-        assert len(set(table.configs)) == len(table.configs), table.name
-        for config in table.configs:
-            values = tuned_table.fields(config).values()
-            assert all(type(v) in (int, str, bool) for v in values), (table.name, config)

@@ -77,40 +77,6 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(device, monkeypatch):
     assert seen == [device] and current == [0]
 
 
-def test_bind_launch_binds_the_last_arguments():
-    """Constexprs by position, in the kernel's order whatever the keywords' is; options by name."""
-    seen = []
-
-    class Kernel:
-        arg_names: ClassVar = ["y_ptr", "x_ptr", "M", "eps", "HAS_BIAS", "BLOCK_M"]
-
-        def run(self, *args, **options):
-            seen.append((args, options))
-
-    y, z = torch.zeros(1), torch.zeros(1)
-    launch = bind_launch(Kernel(), (3,), 5, 1e-6, BLOCK_M=16, num_warps=4, HAS_BIAS=True)
-    launch(y, "x")
-    launch(z, "x")
-    options = dict(grid=(3,), warmup=False, num_warps=4, enable_fp_fusion=True)
-    assert seen == [((t, "x", 5, 1e-6, True, 16), options) for t in (y, z)]
-    with pytest.raises(AssertionError):
-        bind_launch(Kernel(), (3,), HAS_BIAS=True)  # BLOCK_M would get its value
-
-
-def test_a_launch_is_bound_once_for_the_same_arguments():
-    """So that launchers that bind at each call find the kernel that Triton picked, too."""
-
-    class Kernel:
-        arg_names: ClassVar = ["y_ptr", "M", "FLAG"]
-
-    kernels = Kernel(), Kernel()
-    given = [(k, (g,), m, f) for k in range(2) for g in (3, 4) for m in (1, 1.0) for f in (1, True)]
-    first, second = (
-        [bind_launch(kernels[k], grid, M, FLAG=flag) for k, grid, M, flag in given] for _ in "ab"
-    )
-    assert first == second and len({*map(id, first)}) == len(given)
-
-
 @pytest.fixture
 def picked(monkeypatch):
     """A kernel that Triton's own `run` picks on device `at[-1]`: all launches, by who made them."""
@@ -141,18 +107,6 @@ def picked(monkeypatch):
     )
 
 
-def test_a_kernel_is_picked_once_for_arguments_of_a_kind(picked):
-    assert [picked.launch() for _ in range(3)] == ["run", "as it is", "as it is"]
-    ((_, grid, args),) = picked.seen
-    assert grid == (3, 1, 1) and args == (torch.zeros(1), 5, 16)
-
-
-def test_a_kernel_is_picked_on_each_device(picked):
-    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
-    picked.at.append(1)
-    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
-
-
 def test_who_watches_sees_launches_of_a_picked_kernel(picked, monkeypatch):
     """bench/host.py, machine/aot.py and traffic/counting.py put their own in place of `run`."""
     assert [picked.launch(), picked.launch()] == ["run", "as it is"]
@@ -163,28 +117,6 @@ def test_who_watches_sees_launches_of_a_picked_kernel(picked, monkeypatch):
     assert picked.launch() == "as it is"
     monkeypatch.setattr(picked.kernel, "pre_run_hooks", [print])
     assert [picked.launch(), picked.launch()] == ["run", "run"]
-
-
-@pytest.mark.parametrize("knob", ["runtime.debug", "compilation.instrumentation_mode"])
-def test_a_kernel_is_picked_in_each_mode_of_the_compiler(knob, picked, monkeypatch):
-    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
-    with monkeypatch.context() as patch:
-        patch.setattr(f"triton.knobs.{knob}", "on")
-        assert [picked.launch(), picked.launch()] == ["run", "as it is"]
-    assert picked.launch() == "as it is"
-
-
-class _Future:
-    """What Triton's asynchronous compile mode returns answers as a kernel, but for operators."""
-
-    def __getattr__(self, name):
-        return getattr([], name)
-
-
-@pytest.mark.parametrize("answer", [None, _Future()], ids=["refused by a hook", "to come"])
-def test_what_is_not_compiled_yet_is_picked_again(answer, picked):
-    picked.answers += [answer, answer]
-    assert [picked.launch() for _ in range(4)] == ["run", "run", "run", "as it is"]
 
 
 # Triton's own choice of a kernel, up to the launch: `bind_launch` must not make another one.

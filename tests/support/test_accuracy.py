@@ -27,27 +27,9 @@ class _WrongGradient(torch.autograd.Function):
         return 1.999 * x * dy
 
 
-def test_the_reference_passes_against_itself():
-    assert all(e.passed for e in compare(_square, _square, {"x": rand(5, 7)}))
-
-
 def test_a_wrong_gradient_is_stopped():
     with pytest.raises(AssertionError, match=r"dx: .*FAILED"):
         assert_accurate(lambda x: _WrongGradient.apply(x), _square, {"x": rand(5, 7)})
-
-
-def test_a_wrong_element_is_stopped_by_the_maximum():
-    def one_wrong(x):
-        y = x * x
-        return y + torch.zeros_like(y).index_fill(0, torch.tensor([3], device=x.device), 1e-3)
-
-    with pytest.raises(AssertionError, match=r"out: .*FAILED"):
-        assert_accurate(one_wrong, _square, {"x": rand(10_000, grad=False)})
-
-
-def test_a_small_error_everywhere_is_stopped_by_the_rms():
-    errors = compare(lambda x: x * (1 + 1e-6), lambda x: x * 1, {"x": rand(1000, grad=False)})
-    assert not errors[0].passed
 
 
 def test_an_unwritten_output_is_stopped():
@@ -72,11 +54,6 @@ def test_nan_counts_as_right_only_where_the_oracle_has_one():
     assert measure("x", nan, nan, nan, torch.float32).passed
     assert not measure("x", nan, one, one, torch.float32).passed
     assert not measure("x", one, nan, nan, torch.float32).passed
-
-
-def test_shapes_must_agree():
-    with pytest.raises(AssertionError, match="shape"):
-        measure("x", torch.ones(2), torch.ones(3), torch.ones(3), torch.float32)
 
 
 @pytest.mark.parametrize(("precision", "other"), [("ieee", "tf32"), ("tf32", "ieee")])
@@ -224,15 +201,6 @@ def _off_in_the_first(rows):
     return function
 
 
-@pytest.mark.parametrize(("rows", "passes"), [(400, True), (100, False)])
-def test_the_rms_alone_may_stop(rows, passes):
-    """PyTorch is off in some rows, the kernel as much in all 900."""
-    x = torch.zeros(900, 1)
-    (error,) = compare(_off_in_the_first(900), _off_in_the_first(rows), {"x": x})
-    assert error.max <= error.limit_max and error.rms > error.torch_rms
-    assert error.passed == passes and error.share == pytest.approx((1.5 if passes else 3) / 2)
-
-
 @pytest.mark.parametrize(("times", "passes"), [(1.5, True), (3, False)])
 def test_the_maximum_alone_may_stop(times, passes):
     """PyTorch is off in every row, the kernel in one."""
@@ -258,21 +226,6 @@ def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
     assert passes == (error.rms <= error.limit_rms)
 
 
-def test_zeros_that_are_exact_pass_a_limit_of_0():
-    out, dx = compare(lambda x: x * 0, lambda x: x * 0, {"x": rand(5)})
-    assert out.passed and dx.passed and out.limit_max == out.limit_rms == out.share == 0
-    assert not measure("x", torch.full((5,), 1e-30), *[torch.zeros(5)] * 2, torch.float32).passed
-
-
-def test_the_floor_of_the_rms_is_of_the_rms():
-    """One large number allows the others nothing."""
-    x = torch.zeros(100)
-    x[0] = 1.0
-    eps = torch.finfo(torch.float32).eps
-    (error,) = compare(lambda x: x + 1.5 * eps, lambda x: x * 1, {"x": x})
-    assert error.max <= error.limit_max and error.rms > error.limit_rms
-
-
 def test_the_floor_is_the_coarsest_dtypes():
     """A kernel with 16-bit inputs and an fp32 output is as coarse as its inputs."""
     inputs = {"x": rand(8, grad=False), "w": rand(8, dtype=torch.float16, grad=False)}
@@ -281,17 +234,6 @@ def test_the_floor_is_the_coarsest_dtypes():
     assert error.passed
     (error,) = compare(lambda x, w: x * off, lambda x, w: x * 1.0, {**inputs, "w": None})
     assert not error.passed
-
-
-def test_a_function_gets_the_strides_of_the_inputs():
-    seen = []
-
-    def doubled(x):
-        seen.append(x.stride())
-        return x * 2.0
-
-    compare(doubled, lambda x: x * 2.0, {"x": rand(6, 4, grad=False).t().requires_grad_()})
-    assert seen == [(1, 4)]
 
 
 class _Averaged(torch.autograd.Function):
@@ -311,13 +253,6 @@ def test_upstream_gradients_are_random():
     assert not compare(lambda x: _Averaged.apply(x), lambda x: x * 1, {"x": x})[1].passed
     one, other = (Reference(lambda x: x * 1, {"x": x}, seed=i).upstream[0] for i in (0, 1))
     assert 0.5 < one.std() < 1.5 and not torch.equal(one, other)
-
-
-def test_an_output_without_a_gradient_keeps_its_upstream_from_the_others():
-    errors = compare(
-        lambda x: (x.detach()[:2], x * x), lambda x: (x.detach()[:2], x * x), {"x": rand(5)}
-    )
-    assert [e.name for e in errors] == ["out0", "out1", "dx"] and all(e.passed for e in errors)
 
 
 def test_a_gradient_that_is_not_wanted_is_stopped():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from guard import GUARD_BYTES, WORDS, guard_pages, unwatched
+from guard import GUARD_BYTES, guard_pages, unwatched
 from numerics import DEVICE, DTYPES, dtype_id, rand
 
-from fastvit_kernels import layer_norm, linear, mlp
+from fastvit_kernels import layer_norm, mlp
 from fastvit_kernels.runtime.triton import tl, triton
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,13 +49,6 @@ def test_a_store_before_the_start_is_seen(dtype):
         _double(guard.place(rand(77, dtype=dtype)), first=-1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_what_was_read_past_the_end_and_stored_there_is_seen(dtype):
-    """The same wrong mask at the load and the store: one guard's NaN lands in another guard."""
-    with pytest.raises(AssertionError, match="after "), guard_pages() as guard:
-        _double(guard.place(rand(77, dtype=dtype)), load_extra=3, store_extra=3)
-
-
 @triton.jit
 def _sum_kernel(y_ptr, x_ptr, size, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
@@ -73,34 +66,11 @@ def test_a_load_past_the_end_gives_nan(dtype):
     assert right.isfinite() and wrong.isnan()
 
 
-def test_a_load_between_the_rows_of_an_input_gives_nan():
-    with guard_pages() as guard:
-        x = guard.place(rand(4, 20, grad=False)[:, :16])
-        y = torch.empty((), device=DEVICE)
-        _sum_kernel[(1,)](y, x, 17, BLOCK=32)
-    assert y.isnan()
-
-
 def test_a_changed_input_is_seen():
     x, ones = rand(3, 5), torch.ones(8, device=DEVICE)
     message = r"inside .*of the user: bytes 0 to 3"
     with pytest.raises(AssertionError, match=message), guard_pages() as guard:
         _sum_kernel[(1,)](guard.place(x, "of the user"), ones, 8, BLOCK=8)
-
-
-def test_an_element_that_no_kernel_wrote_is_nan():
-    with guard_pages():
-        y = torch.empty(5, device=DEVICE)
-        half = y.new_empty(3, dtype=fp16)
-        whole = torch.empty_strided((2, 2), (1, 2), dtype=torch.int32, device=DEVICE)
-    assert y.isnan().all() and half.isnan().all() and whole.ne(0).all()
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_every_word_is_a_nan_of_every_dtype(dtype):
-    for word in WORDS:
-        raw = torch.tensor([word] * 4, dtype=torch.int32).to(torch.int16)
-        assert raw.view(dtype).isnan().all(), hex(word)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +117,3 @@ def test_the_memory_of_a_call_past_the_dispatcher_is_guarded():
         torch.autograd.grad(y, y.grad_fn.next_functions[0][0].variable, torch.ones_like(y))
     where = [b.description.split(" in ")[-1] for b in guard._buffers]
     assert set(where[2:]) == {"torch"} and len(where) >= 2 + 2 + 1 + 2
-
-
-def test_results_do_not_depend_on_the_guards():
-    x, weight = rand(3, 9, 40), rand(48, 40, seed=1)
-    with guard_pages() as guard:
-        guarded = linear(guard.place(x), guard.place(weight), activation="gelu")
-    assert guarded.equal(linear(x, weight, activation="gelu"))
