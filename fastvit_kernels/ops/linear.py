@@ -49,7 +49,7 @@ from ..runtime.triton import ANY_BATCH, tl, triton
 from .common import epilogue, gemm, grad_handoff
 from .common.activation import ACTIVATIONS, check_activation
 from .common.deferred import deferred
-from .common.epilogue import finish_tile
+from .common.epilogue import Rows, finish_tile
 from .common.gemm import (
     column_halves,
     grouped_tile,
@@ -57,6 +57,7 @@ from .common.gemm import (
     tile_operands,
     tile_plan,
     tile_product,
+    tiles_of_program,
 )
 from .common.gemm_configs import fwd_config
 from .common.grad_handoff import Reads, layer_gradients
@@ -97,25 +98,13 @@ def _linear_epilogue(
     y_ptr,
     z_ptr,
     z,
-    x_ptr,
-    bias_ptr,
-    layer_scale_ptr,
-    row_scale_ptr,
-    residual_ptr,
+    ptrs,
     first_m,
     first_n,
     M,
     N,
-    rows_per_sample,
-    stride_residual_m,
-    keep_scale,
-    ACTIVATION: tl.constexpr,
-    SAVE_Z: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBSET: tl.constexpr,
+    rows,
+    EPILOGUE: tl.constexpr,
     SUBTILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -123,63 +112,26 @@ def _linear_epilogue(
     """From the products z of the tile at (first_m, first_n) to y, SUBTILES column parts in turn."""
     if SUBTILES > 1:
         halves = column_halves(z, BLOCK_M, BLOCK_N)
+        PARTS: tl.constexpr = SUBTILES // 2
+        HALF: tl.constexpr = BLOCK_N // 2
         for i in tl.static_range(2):
+            z, column = halves[i], first_n + i * HALF
             _linear_epilogue(
-                y_ptr,
-                z_ptr,
-                halves[i],
-                x_ptr,
-                bias_ptr,
-                layer_scale_ptr,
-                row_scale_ptr,
-                residual_ptr,
-                first_m,
-                first_n + i * (BLOCK_N // 2),
-                M,
-                N,
-                rows_per_sample,
-                stride_residual_m,
-                keep_scale,
-                ACTIVATION,
-                SAVE_Z,
-                HAS_BIAS,
-                HAS_LAYER_SCALE,
-                HAS_ROW_SCALE,
-                HAS_RESIDUAL,
-                SUBSET,
-                SUBTILES // 2,
-                BLOCK_M,
-                BLOCK_N // 2,
+                y_ptr, z_ptr, z, ptrs, first_m, column, M, N, rows, EPILOGUE, PARTS, BLOCK_M, HALF
             )
     else:
+        x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr = ptrs
         offs_m, offs_n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
-        if HAS_BIAS:
+        if EPILOGUE.HAS_BIAS:
             z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION != "":
+        if EPILOGUE.ACTIVATION != "":
             z_low = z.to(x_ptr.dtype.element_ty)
-            if SAVE_Z:
+            if EPILOGUE.SAVE_Z:
                 mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
                 tl.store(z_ptr + offs_m[:, None] * N + offs_n[None, :], z_low, mask=mask)
             z = z_low.to(tl.float32)  # act reads the bits that are saved
-        finish_tile(
-            y_ptr,
-            z,
-            layer_scale_ptr,
-            row_scale_ptr,
-            residual_ptr,
-            offs_m,
-            offs_n,
-            M,
-            N,
-            rows_per_sample,
-            stride_residual_m,
-            keep_scale,
-            ACTIVATION,
-            HAS_LAYER_SCALE,
-            HAS_ROW_SCALE,
-            HAS_RESIDUAL,
-            SUBSET,
-        )
+        scales = layer_scale_ptr, row_scale_ptr, residual_ptr
+        finish_tile(y_ptr, z, scales, offs_m, offs_n, M, N, rows, EPILOGUE)
 
 
 @triton.jit(**ANY_BATCH)
@@ -202,91 +154,32 @@ def _linear_fwd_kernel(
     stride_weight_k,
     stride_residual_m,
     keep_scale,
-    ACTIVATION: tl.constexpr,
-    SAVE_Z: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBSET: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_K_LAST: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    x, weight = tile_operands(
-        x_ptr,
-        weight_ptr,
-        M,
-        N,
-        K,
-        stride_x_m,
-        stride_weight_k,
-        stride_weight_n,
-        DESCRIPTORS,
-        B_K_LAST,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
-    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
-    if PERSISTENT:
-        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N), tl.num_programs(0)
-    for tile in tl.range(first, last, step, flatten=FLATTEN):
-        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        z = tile_product(
-            x,
-            weight,
-            pid_m,
-            pid_n,
-            M,
-            N,
-            K,
-            stride_x_m,
-            stride_x_k,
-            stride_weight_k,
-            stride_weight_n,
-            DESCRIPTORS,
-            B_K_LAST,
-            EVEN_N,
-            EVEN_K,
-            INPUT_PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    sizes, strides = (M, N, K), (stride_x_m, stride_x_k, stride_weight_k, stride_weight_n)
+    ptrs = x_ptr, bias_ptr, layer_scale_ptr, row_scale_ptr, residual_ptr
+    rows = Rows(rows_per_sample, stride_residual_m, keep_scale)
+    x, weight = tile_operands(x_ptr, weight_ptr, sizes, strides, TILE)
+    first, last, step = tiles_of_program(M, N, TILE)
+    for tile in tl.range(first, last, step, flatten=TILE.FLATTEN):
+        pid_m, pid_n = grouped_tile(tile, M, N, BLOCK_M, BLOCK_N, TILE.GROUP_M)
+        z = tile_product(x, weight, pid_m, pid_n, sizes, strides, TILE)
+        row, column = pid_m.to(tl.int64) * BLOCK_M, pid_n.to(tl.int64) * BLOCK_N
         _linear_epilogue(
             y_ptr,
             z_ptr,
             z,
-            x_ptr,
-            bias_ptr,
-            layer_scale_ptr,
-            row_scale_ptr,
-            residual_ptr,
-            pid_m.to(tl.int64) * BLOCK_M,
-            pid_n.to(tl.int64) * BLOCK_N,
+            ptrs,
+            row,
+            column,
             M,
             N,
-            rows_per_sample,
-            stride_residual_m,
-            keep_scale,
-            ACTIVATION,
-            SAVE_Z,
-            HAS_BIAS,
-            HAS_LAYER_SCALE,
-            HAS_ROW_SCALE,
-            HAS_RESIDUAL,
-            SUBSET,
-            SUBTILES,
+            rows,
+            EPILOGUE,
+            TILE.SUBTILES,
             BLOCK_M,
             BLOCK_N,
         )
@@ -363,7 +256,8 @@ def linear_fwd(
     z = x.new_empty(shape) if save_z else no_z
     if scaled and bias is not None:
         bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
-    pointers, sizes, flags = epilogue.epilogue_arguments(M, layer_scale, row_scale, residual)
+    given = activation, save_z, bias is not None, layer_scale, row_scale, residual
+    pointers, sizes, follows = epilogue.epilogue_arguments(M, *given)
     if plan.config.route == "gluon":
         from .common.gemm_warp_specialized import launch_warp_specialized
 
@@ -381,16 +275,14 @@ def linear_fwd(
         M,
         N,
         K,
-        sizes[0],
+        sizes.per_sample,
         *rows.stride(),
         *weight.stride(),
-        *sizes[1:],
-        ACTIVATION=activation,
-        SAVE_Z=save_z,
-        HAS_BIAS=bias is not None,
-        **flags,
+        sizes.stride_residual_m,
+        sizes.keep_scale,
+        EPILOGUE=follows,
     )
-    epilogue.copy_dropped(y, pointers, sizes, flags)
+    epilogue.copy_dropped(y, pointers, sizes, follows)
     return y, z
 
 

@@ -19,7 +19,7 @@ epilogue of the product that gives dz. Derivation: docs/mlp.md.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from .common.gemm import (
     tile_operands,
     tile_plan,
     tile_product,
+    tiles_of_program,
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
 from .common.grad_handoff import Reads, layer_gradients
@@ -85,20 +86,23 @@ def mlp_ref(
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 
 
+class Hidden(NamedTuple):
+    """Constants of the hidden gradient."""
+
+    ACTIVATION: Any
+    WRITE_ACT: Any
+    SUM_DZ: Any
+
+
 @triton.jit
 def _hidden_epilogue(
-    dz_ptr,
-    act_ptr,
-    partial_ptr,
+    ptrs,
     dact,
-    z_ptr,
     first_m,
     first_f,
     M,
     F,
-    ACTIVATION: tl.constexpr,
-    WRITE_ACT: tl.constexpr,
-    SUM_DZ: tl.constexpr,
+    HIDDEN: tl.constexpr,
     SUBTILES: tl.constexpr,
     EVEN_F: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -107,26 +111,15 @@ def _hidden_epilogue(
     """From the tile of dact at (first_m, first_f) to dz, act and the sums of dz over its rows."""
     if SUBTILES > 1:
         halves = column_halves(dact, BLOCK_M, BLOCK_N)
+        PARTS: tl.constexpr = SUBTILES // 2
+        HALF: tl.constexpr = BLOCK_N // 2
         for i in tl.static_range(2):
+            column = first_f + i * HALF
             _hidden_epilogue(
-                dz_ptr,
-                act_ptr,
-                partial_ptr,
-                halves[i],
-                z_ptr,
-                first_m,
-                first_f + i * (BLOCK_N // 2),
-                M,
-                F,
-                ACTIVATION,
-                WRITE_ACT,
-                SUM_DZ,
-                SUBTILES // 2,
-                EVEN_F,
-                BLOCK_M,
-                BLOCK_N // 2,
+                ptrs, halves[i], first_m, column, M, F, HIDDEN, PARTS, EVEN_F, BLOCK_M, HALF
             )
     else:
+        dz_ptr, act_ptr, partial_ptr, z_ptr = ptrs
         offs_m, offs_f = first_m + tl.arange(0, BLOCK_M), first_f + tl.arange(0, BLOCK_N)
         mask_f = offs_f < F
         mask = (offs_m < M)[:, None]
@@ -134,12 +127,13 @@ def _hidden_epilogue(
             mask = mask & mask_f[None, :]
         offs = offs_m[:, None] * F + offs_f[None, :]
         z = tl.load(z_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        ACTIVATION: tl.constexpr = HIDDEN.ACTIVATION
         act, derivative = activate_and_derivative(z, ACTIVATION, dz_ptr.dtype.element_ty)
-        if WRITE_ACT:
+        if HIDDEN.WRITE_ACT:
             tl.store(act_ptr + offs, act.to(act_ptr.dtype.element_ty), mask=mask)
         dz = dact * derivative
         tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-        if SUM_DZ:
+        if HIDDEN.SUM_DZ:
             partial = tl.sum(tl.where(mask, dz, 0.0), axis=0)
             tl.store(partial_ptr + offs_f, partial, mask=mask_f)
 
@@ -159,81 +153,22 @@ def _mlp_bwd_hidden_kernel(
     stride_d_n,
     stride_weight_n,
     stride_weight_f,
-    ACTIVATION: tl.constexpr,
-    WRITE_ACT: tl.constexpr,
-    SUM_DZ: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    B_K_LAST: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     # dz (M, F) = d (M, N) W2 (N, F) * act'(z); partial[pid_m] = sum of dz over the tile's rows.
-    d, weight = tile_operands(
-        d_ptr,
-        weight_ptr,
-        M,
-        F,
-        N,
-        stride_d_m,
-        stride_weight_n,
-        stride_weight_f,
-        DESCRIPTORS,
-        B_K_LAST,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
-    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
-    if PERSISTENT:
-        last, step = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N), tl.num_programs(0)
-    for tile in tl.range(first, last, step, flatten=FLATTEN):
-        pid_m, pid_f = grouped_tile(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
-        dact = tile_product(
-            d,
-            weight,
-            pid_m,
-            pid_f,
-            M,
-            F,
-            N,
-            stride_d_m,
-            stride_d_n,
-            stride_weight_n,
-            stride_weight_f,
-            DESCRIPTORS,
-            B_K_LAST,
-            EVEN_N,
-            EVEN_K,
-            INPUT_PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_F: tl.constexpr = TILE.BLOCK_N
+    sizes, strides = (M, F, N), (stride_d_m, stride_d_n, stride_weight_n, stride_weight_f)
+    d, weight = tile_operands(d_ptr, weight_ptr, sizes, strides, TILE)
+    first, last, step = tiles_of_program(M, F, TILE)
+    for tile in tl.range(first, last, step, flatten=TILE.FLATTEN):
+        pid_m, pid_f = grouped_tile(tile, M, F, BLOCK_M, BLOCK_F, TILE.GROUP_M)
+        dact = tile_product(d, weight, pid_m, pid_f, sizes, strides, TILE)
+        ptrs = dz_ptr, act_ptr, partial_ptr + pid_m.to(tl.int64) * F, z_ptr
+        row, column = pid_m.to(tl.int64) * BLOCK_M, pid_f.to(tl.int64) * BLOCK_F
         _hidden_epilogue(
-            dz_ptr,
-            act_ptr,
-            partial_ptr + pid_m.to(tl.int64) * F,
-            dact,
-            z_ptr,
-            pid_m.to(tl.int64) * BLOCK_M,
-            pid_f.to(tl.int64) * BLOCK_N,
-            M,
-            F,
-            ACTIVATION,
-            WRITE_ACT,
-            SUM_DZ,
-            SUBTILES,
-            EVEN_N,
-            BLOCK_M,
-            BLOCK_N,
+            ptrs, dact, row, column, M, F, HIDDEN, TILE.SUBTILES, TILE.EVEN_N, BLOCK_M, BLOCK_F
         )
 
 
@@ -288,9 +223,7 @@ def _hidden_gradient(
         N,
         *a.stride(),
         *b.stride(),
-        ACTIVATION=activation,
-        WRITE_ACT=act is not None,
-        SUM_DZ=sum_dz,
+        HIDDEN=Hidden(activation, act is not None, sum_dz),
     )
     return dz, partial
 

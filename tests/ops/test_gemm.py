@@ -70,7 +70,7 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
 
     def by_tma(a, b, transposed=False):
         plan = gemm.tile_plan(TMA_PAIR, a, b, transposed=transposed)
-        return plan and (plan.options["DESCRIPTORS"], plan.options["B_K_LAST"])
+        return plan and (plan.tile.DESCRIPTORS, plan.tile.B_K_LAST)
 
     assert by_tma(a, b) == (True, False)
     assert by_tma(a, weight.t()) == by_tma(a, weight, transposed=True) == (True, True)
@@ -113,7 +113,7 @@ def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
 
     class Kernel:
         def __init__(self, plan):
-            self.arg_names = [name for name in plan.options if name.isupper()]
+            self.arg_names = ["TILE"]
 
         def run(self, *_, **__):
             seen.append(kernels_allocator.get())

@@ -120,7 +120,7 @@ def _one_pass_key_tile(
 def _store_do_sums(dbias_ptr, parts, T_q, H, FORM: tl.constexpr):
     for i in tl.static_range(len(parts)):
         part = parts[i]
-        left, ptr = T_q - part.start_q, dbias_ptr + i * 3 * H * FORM.D
+        ptr, left = dbias_ptr + i * 3 * H * FORM.D, T_q - part.start_q
         store_do_sum(ptr, part.do, part.lse, left, H, FORM.D, 0, FORM.BLOCK_D0)
 
 

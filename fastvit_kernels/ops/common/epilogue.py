@@ -39,41 +39,45 @@ BWD_PROGRAMS_PER_SM = 8
 MIN_ROWS_PER_SPLIT = 64
 
 
+class Epilogue(NamedTuple):
+    """Constants of what follows a product."""
+
+    ACTIVATION: Any  # "": none
+    SAVE_Z: Any
+    HAS_BIAS: Any
+    HAS_LAYER_SCALE: Any
+    HAS_ROW_SCALE: Any
+    HAS_RESIDUAL: Any
+    SUBSET: Any  # row_scale keeps samples
+
+
+class Rows(NamedTuple):
+    """Scalars of what follows a product."""
+
+    per_sample: Any
+    stride_residual_m: Any
+    keep_scale: Any
+
+
 @triton.jit
-def finish_tile(
-    y_ptr,
-    z,
-    layer_scale_ptr,
-    row_scale_ptr,
-    residual_ptr,
-    offs_m,
-    offs_n,
-    M,
-    N,
-    rows_per_sample,
-    stride_residual_m,
-    keep_scale,
-    ACTIVATION: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBSET: tl.constexpr,
-):
+def finish_tile(y_ptr, z, ptrs, offs_m, offs_n, M, N, rows, EPILOGUE: tl.constexpr):
     """y = residual + row_scale * layer_scale * act(z) of one fp32 tile, stored; where SUBSET, of
-    the samples that row_scale_ptr keeps."""
+    the samples that row_scale keeps. ptrs: of layer_scale, row_scale, residual."""
+    layer_scale_ptr, row_scale_ptr, residual_ptr = ptrs
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
+    ACTIVATION: tl.constexpr = EPILOGUE.ACTIVATION
     y = activate(z, ACTIVATION, y_ptr.dtype.element_ty)
-    if HAS_LAYER_SCALE:
+    if EPILOGUE.HAS_LAYER_SCALE:
         y *= tl.load(layer_scale_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    if HAS_ROW_SCALE:
-        row_scale_ptrs = row_scale_ptr + offs_m // rows_per_sample
+    if EPILOGUE.HAS_ROW_SCALE:
+        row_scale_ptrs = row_scale_ptr + offs_m // rows.per_sample
         y *= tl.load(row_scale_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
-    if SUBSET:
-        offs_m = stream_rows(row_scale_ptr, offs_m, mask_m, rows_per_sample)
-        y *= keep_scale
-    if HAS_RESIDUAL:
-        residual_ptrs = residual_ptr + offs_m[:, None] * stride_residual_m + offs_n[None, :]
+    if EPILOGUE.SUBSET:
+        offs_m = stream_rows(row_scale_ptr, offs_m, mask_m, rows.per_sample)
+        y *= rows.keep_scale
+    if EPILOGUE.HAS_RESIDUAL:
+        residual_ptrs = residual_ptr + offs_m[:, None] * rows.stride_residual_m + offs_n[None, :]
         y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
     y_ptrs = y_ptr + offs_m[:, None] * N + offs_n[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -92,12 +96,7 @@ def _epilogue_fwd_kernel(
     rows_per_sample,
     stride_residual_m,
     keep_scale,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LAYER_SCALE: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SUBSET: tl.constexpr,
+    EPILOGUE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -106,27 +105,11 @@ def _epilogue_fwd_kernel(
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     z_ptrs = z_ptr + offs_m[:, None] * N + offs_n[None, :]
     z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if EPILOGUE.HAS_BIAS:
         z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    finish_tile(
-        y_ptr,
-        z,
-        layer_scale_ptr,
-        row_scale_ptr,
-        residual_ptr,
-        offs_m,
-        offs_n,
-        M,
-        N,
-        rows_per_sample,
-        stride_residual_m,
-        keep_scale,
-        ACTIVATION,
-        HAS_LAYER_SCALE,
-        HAS_ROW_SCALE,
-        HAS_RESIDUAL,
-        SUBSET,
-    )
+    ptrs = layer_scale_ptr, row_scale_ptr, residual_ptr
+    rows = Rows(rows_per_sample, stride_residual_m, keep_scale)
+    finish_tile(y_ptr, z, ptrs, offs_m, offs_n, M, N, rows, EPILOGUE)
 
 
 @triton.jit(**ANY_BATCH)
@@ -251,11 +234,19 @@ def _weight_bwd_kernel(
         tl.store(dlayer_scale_ptr + offs_n, dlayer_scale, mask=mask_n)
 
 
+Follows = tuple[tuple[Tensor | None, ...], Rows, Epilogue]  # layer_scale, row_scale, residual
+
+
 def epilogue_arguments(
-    M: int, layer_scale: Tensor | None, row_scale: Tensor | None, residual: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], tuple[int, int, float], dict[str, bool]]:
-    """What finish_tile wants of M rows of z: (pointers), (rows_per_sample, stride_residual_m,
-    keep_scale), flags."""
+    M: int,
+    activation: str,
+    save_z: bool,
+    has_bias: bool,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    residual: Tensor | None,
+) -> Follows:
+    """What finish_tile wants of M rows of z."""
     rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
     if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
@@ -267,11 +258,18 @@ def epilogue_arguments(
         if stride is None:
             residual, stride = residual.contiguous(), residual.shape[-1]
         stride_residual_m = stride
-    flags = _flags(layer_scale is not None, row_scale is not None, residual is not None, some)
-    layer_scale = layer_scale if layer_scale is None else layer_scale.contiguous()
-    row_scale = row_scale if row_scale is None else row_scale.contiguous()
-    pointers = layer_scale, row_scale, residual
-    return pointers, (rows_per_sample, stride_residual_m, keep_scale), flags
+    has_row_scale = row_scale is not None and not some
+    follows = Epilogue(
+        activation,
+        save_z,
+        has_bias,
+        layer_scale is not None,
+        has_row_scale,
+        residual is not None,
+        some,
+    )
+    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    return pointers, Rows(rows_per_sample, stride_residual_m, keep_scale), follows
 
 
 def subset_scale(samples: Tensor, B: int, M: int) -> tuple[int, float]:
@@ -280,28 +278,10 @@ def subset_scale(samples: Tensor, B: int, M: int) -> tuple[int, float]:
     return M // S, B / S
 
 
-@functools.cache
-def _flags(
-    has_layer_scale: bool, has_row_scale: bool, has_residual: bool, some: bool
-) -> dict[str, bool]:
-    return dict(
-        HAS_LAYER_SCALE=has_layer_scale,
-        HAS_ROW_SCALE=has_row_scale and not some,
-        HAS_RESIDUAL=has_residual,
-        SUBSET=some,
-    )
-
-
 @functools.lru_cache(maxsize=1024)
-def _fwd_launch(M: int, N: int, activation: str, has_bias: bool, *flags: bool) -> Any:
-    return bind_launch(
-        _epilogue_fwd_kernel,
-        (triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)),
-        ACTIVATION=activation,
-        HAS_BIAS=has_bias,
-        **_flags(*flags),
-        **_FWD_TILE,
-    )
+def _fwd_launch(M: int, N: int, follows: Epilogue) -> Any:
+    grid = triton.cdiv(M, BLOCK_R), triton.cdiv(N, BLOCK_N)
+    return bind_launch(_epilogue_fwd_kernel, grid, EPILOGUE=follows, **_FWD_TILE)
 
 
 def apply_epilogue(
@@ -319,25 +299,21 @@ def apply_epilogue(
     """
     N = z.shape[-1]
     M = z.numel() // N
-    pointers, sizes, flags = epilogue_arguments(M, layer_scale, row_scale, residual)
-    _fwd_launch(M, N, activation, bias is not None, *flags.values())(
-        y, z, bias if bias is None else bias.contiguous(), *pointers, M, N, *sizes
-    )
-    copy_dropped(y, pointers, sizes, flags)
+    given = activation, False, bias is not None, layer_scale, row_scale, residual
+    pointers, rows, follows = epilogue_arguments(M, *given)
+    _fwd_launch(M, N, follows)(y, z, contiguous(bias), *pointers, M, N, *rows)
+    copy_dropped(y, pointers, rows, follows)
     return y
 
 
 def copy_dropped(
-    y: Tensor,
-    pointers: tuple[Tensor | None, ...],
-    sizes: tuple[int, int, float],
-    flags: dict[str, bool],
+    y: Tensor, pointers: tuple[Tensor | None, ...], rows: Rows, follows: Epilogue
 ) -> None:
     """The rows of y that a kernel leaves out whose epilogue had these arguments."""
-    if flags["SUBSET"]:
+    if follows.SUBSET:
         _, samples, residual = pointers
         assert samples is not None and residual is not None
-        pass_dropped(y, residual, samples, sizes[1])
+        pass_dropped(y, residual, samples, rows.stride_residual_m)
 
 
 class _BwdPlan(NamedTuple):

@@ -126,10 +126,28 @@ def _readable_by_tma(
     return strides[contiguous] == 1 and step >= shape[contiguous] and step * itemsize % 16 == 0
 
 
+class GemmTile(NamedTuple):
+    """Constants of a Triton GEMM."""
+
+    PERSISTENT: Any
+    DESCRIPTORS: Any  # operands come by TMA
+    B_K_LAST: Any  # then: b is (N, K)
+    FLATTEN: Any
+    SUBTILES: Any
+    EVEN_N: Any
+    EVEN_K: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    GROUP_M: Any
+    INPUT_PRECISION: Any
+
+
 class TilePlan(NamedTuple):
     config: GemmConfig
     programs: int
-    options: dict[str, Any]  # constexprs and launch options
+    tile: GemmTile
+    options: dict[str, int]  # of the launch
     launches: dict[Any, Any]  # by kernel and its flags
 
 
@@ -143,7 +161,7 @@ def _tile_plan(
         programs = min(programs, config.programs_per_sm * gpu.num_sms)
     tma = config.descriptors
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-    options = dict(
+    tile = GemmTile(
         PERSISTENT=persistent,
         DESCRIPTORS=tma,
         B_K_LAST=tma and b_k_last,
@@ -156,11 +174,9 @@ def _tile_plan(
         BLOCK_K=config.block_k,
         GROUP_M=GROUP_M,
         INPUT_PRECISION=precision,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **limit,
     )
-    return TilePlan(config, programs, options, {})
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, **limit)
+    return TilePlan(config, programs, tile, options, {})
 
 
 def tile_plan(
@@ -209,9 +225,9 @@ def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> N
     key = id(kernel), *flags.values()
     launch = plan.launches.get(key)
     if launch is None:
-        launch = bind_launch(kernel, (plan.programs,), **flags, **plan.options)
+        launch = bind_launch(kernel, (plan.programs,), **flags, TILE=plan.tile, **plan.options)
         plan.launches[key] = launch
-    if plan.options["DESCRIPTORS"] and not INTERPRETED:
+    if plan.tile.DESCRIPTORS and not INTERPRETED:
         context = contextvars.copy_context()
         context.run(triton.set_allocator, _scratch)
         context.run(launch, *arguments)
@@ -230,25 +246,29 @@ def grouped_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP
 
 
 @triton.jit
-def tile_operands(
-    a_ptr,
-    b_ptr,
-    M,
-    N,
-    K,
-    stride_a_m,
-    stride_b_k,
-    stride_b_n,
-    DESCRIPTORS: tl.constexpr,
-    B_K_LAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """a and b as tile_product reads them: TMA descriptors, or the pointers as they are."""
-    if DESCRIPTORS:
+def tiles_of_program(M, N, TILE: tl.constexpr):
+    """first, last, step of the tiles that a program makes."""
+    first, last, step = tl.program_id(0), tl.program_id(0) + 1, 1
+    if TILE.PERSISTENT:
+        last = tl.cdiv(M, TILE.BLOCK_M) * tl.cdiv(N, TILE.BLOCK_N)
+        step = tl.num_programs(0)
+    return first, last, step
+
+
+@triton.jit
+def tile_operands(a_ptr, b_ptr, sizes, strides, TILE: tl.constexpr):
+    """a and b as tile_product reads them: TMA descriptors, or the pointers as they are.
+
+    sizes: M, N, K. strides: those of a by m and k, of b by k and n.
+    """
+    M, N, K = sizes
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    if TILE.DESCRIPTORS:
+        stride_a_m, _, stride_b_k, stride_b_n = strides
         a = tl.make_tensor_descriptor(a_ptr, [M, K], [stride_a_m, 1], [BLOCK_M, BLOCK_K])
-        if B_K_LAST:
+        if TILE.B_K_LAST:
             b = tl.make_tensor_descriptor(b_ptr, [N, K], [stride_b_n, 1], [BLOCK_N, BLOCK_K])
         else:
             b = tl.make_tensor_descriptor(b_ptr, [K, N], [stride_b_k, 1], [BLOCK_K, BLOCK_N])
@@ -258,38 +278,27 @@ def tile_operands(
 
 
 @triton.jit
-def tile_product(
-    a,
-    b,
-    pid_m,
-    pid_n,
-    M,
-    N,
-    K,
-    stride_a_m,
-    stride_a_k,
-    stride_b_k,
-    stride_b_n,
-    DESCRIPTORS: tl.constexpr,
-    B_K_LAST: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def tile_product(a, b, pid_m, pid_n, sizes, strides, TILE: tl.constexpr):
     """(BLOCK_M, BLOCK_N) fp32 tile (pid_m, pid_n) of a b, from tile_operands.
 
     Rows past M repeat the last one, or are 0: the caller masks them where it stores or sums.
     """
+    M, N, K = sizes
+    stride_a_m, stride_a_k, stride_b_k, stride_b_n = strides
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    EVEN_N: tl.constexpr = TILE.EVEN_N
+    EVEN_K: tl.constexpr = TILE.EVEN_K
+    B_K_LAST: tl.constexpr = TILE.B_K_LAST
+    PRECISION: tl.constexpr = TILE.INPUT_PRECISION
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if DESCRIPTORS:
+    if TILE.DESCRIPTORS:
         row, column = pid_m * BLOCK_M, pid_n * BLOCK_N
         for k in range(tl.cdiv(K, BLOCK_K)):
             a_tile = a.load([row, k * BLOCK_K])
             b_tile = b.load([column, k * BLOCK_K]).T if B_K_LAST else b.load([k * BLOCK_K, column])
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
     else:
         offs_m = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         offs_n = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -307,7 +316,7 @@ def tile_product(
                 b_tile = tl.load(b_ptrs, mask=mask_n[None, :], other=0.0)
             else:
                 b_tile = tl.load(b_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=INPUT_PRECISION)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
             a_ptrs += step * stride_a_k
             b_ptrs += step * stride_b_k
     return acc

@@ -313,8 +313,8 @@ def launch_warp_specialized(
         z: (M, N) contiguous, from a multiple of 16 bytes on, for the hidden gradient; or None.
         bias: (N,) or None.
     """
-    options, (M, K), N = plan.options, a.shape, out.shape[-1]
-    k_last, hidden = options["B_K_LAST"], z is not None
+    tile, (M, K), N = plan.tile, a.shape, out.shape[-1]
+    k_last, hidden = tile.B_K_LAST, z is not None
     launch = plan.launches.get((activation, hidden))
     if launch is None:
         launch = plan.launches[activation, hidden] = bind_launch(
@@ -323,10 +323,10 @@ def launch_warp_specialized(
             B_K_LAST=k_last,
             ACTIVATION=activation,
             HIDDEN=hidden,
-            STAGES=options["num_stages"],
+            STAGES=plan.options["num_stages"],
             num_warps=4,
         )
-    block_k, block_n = options["BLOCK_K"], options["BLOCK_N"]
+    block_k, block_n = tile.BLOCK_K, tile.BLOCK_N
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
     if z is not None:
         z = tensor_map(z, (M, N), (N, 1), (ROWS.value, COLUMNS.value))
