@@ -1,0 +1,81 @@
+"""Attention over the grids of flash-attention's and xformers' own tests, thinned to pairs.
+
+Each head dim of theirs meets lengths, causality, masks and head counts in turn instead of in a full
+product; a GPU takes the long lengths, too. Ours refuses nothing of them: what no kernel can do runs
+in PyTorch.
+"""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import DEVICE, assert_accurate, rand
+
+import fastvit_kernels as fk
+from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
+
+HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
+LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (1, 239), (3, 97), (64, 128)]
+LONG = [(256, 512), (512, 256), (1023, 1024), (1024, 1023), (2048, 2048)]
+KV_HEADS = [2, 1]  # of two: alike, one for all
+XFORMERS_DIMS = [8, 16, 24, 72, 88, 104, 120, 248]
+XFORMERS_LENGTHS = [(31, 33), (2, 64), (160, 160), (62, 4), (5, 512)]
+ON_GPU = DEVICE.type == "cuda"
+if ON_GPU:
+    LENGTHS = LENGTHS + LONG
+
+
+def pairs(dims, lengths):
+    """Each of the dims with the next lengths, again and again."""
+    return list(zip(dims * (len(LONG) if ON_GPU else 1), itertools.cycle(lengths), strict=False))
+
+
+def heads(lengths, D, kv_heads=2, dtype=torch.bfloat16):
+    T_q, T_kv = lengths
+    shapes = {"query": (1, 2, T_q, D), "key": (1, kv_heads, T_kv, D)}
+    shapes["value"] = shapes["key"]
+    return {n: rand(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(shapes.items())}
+
+
+def check(inputs, **options):
+    def ours(query, key, value):
+        return fk.scaled_dot_product_attention(query, key, value, **options)
+
+    def theirs(query, key, value):
+        mask = options.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, **options | {"attn_mask": mask})
+
+    assert_accurate(ours, theirs, inputs)
+
+
+@pytest.mark.parametrize(("D", "lengths"), pairs(HEAD_DIMS, LENGTHS), ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_flash_attention_grid(D, lengths, causal):
+    kv_heads = KV_HEADS[HEAD_DIMS.index(D) % 2]
+    dtype = torch.float16 if D % 3 else torch.bfloat16
+    check(heads(lengths, D, kv_heads, dtype), is_causal=causal, enable_gqa=kv_heads == 1)
+
+
+@pytest.mark.parametrize(("D", "lengths"), pairs(XFORMERS_DIMS, XFORMERS_LENGTHS), ids=str)
+@pytest.mark.parametrize("shape", ["full", "heads", "one", "keys"])
+def test_xformers_bias_grid(D, lengths, shape):
+    """Biases and masks of each shape that broadcasts."""
+    T_q, T_kv = lengths
+    sizes = {"full": (1, 2, T_q, T_kv), "heads": (1, 1, T_q, T_kv), "one": (T_q, T_kv)}
+    mask = rand(*sizes.get(shape, (1, 1, 1, T_kv)), seed=7, grad=False)
+    check(heads(lengths, D), attn_mask=mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask)
+
+
+@pytest.mark.parametrize("D", [32, 64, 96])
+@pytest.mark.parametrize("lengths", [(0, 31, 0, 1), (128, 97, 3), (0, 0, 5), (7,)], ids=str)
+def test_varlen_grid(D, lengths):
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    given = dict(cu_seqlens=starts, max_seqlen=max(lengths))
+    assert_accurate(
+        lambda qkv: fk.varlen_attention(qkv, **given),
+        lambda qkv: varlen_attention_ref(qkv, **given),
+        {"qkv": rand(sum(lengths), 3, 2, D, dtype=torch.bfloat16)},
+    )
