@@ -59,13 +59,10 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
     """The graph with our ops in it; the graph as Dynamo gave it where that cannot be."""
     started = time.perf_counter()
     report = GraphReport()
-
-    def identity(x: Tensor) -> Tensor:
-        return x
-
     try:
-        # fake values have gradients, too: the caller's hooks must not see what they save
-        with torch.autograd.graph.saved_tensors_hooks(identity, identity):
+        # Fake values have gradients, too. The caller's hooks must not see what they save, and no
+        # backward runs: a kept output would hold its own graph, and that the output, for good.
+        with torch.autograd.graph.saved_tensors_hooks(keep_nothing, keep_nothing):
             made, mode = normalised(gm, inputs)
             for body in bodies(made):
                 rewrite_body(body, mode, options, report, is_whole=body is made)
@@ -80,6 +77,10 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
     record(report, [x for x in inputs if isinstance(x, nn.Parameter)], gm)
     guard_hooks()
     return made
+
+
+def keep_nothing(x: Any) -> None:
+    """As a hook on what autograd saves."""
 
 
 def one_line(error: Exception) -> str:

@@ -93,6 +93,18 @@ def limit_met(code: CodeType) -> str:
     return f"recompile_limit = {limit}" if graphs >= limit else ""
 
 
+def forget(code: CodeType) -> None:
+    """Free the graphs of a code object: Dynamo keeps each that it has compiled for good.
+
+    Gone: the graphs stay in memory, without their parameters.
+    """
+    try:
+        from torch._dynamo.eval_frame import reset_code
+    except ImportError:
+        return
+    reset_code(code)
+
+
 def watch_limits(tell: Callable[[str, FrameType], None]) -> None:
     """Have `tell` called where Dynamo logs that a function inside of a forward met a limit.
 

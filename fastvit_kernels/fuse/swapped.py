@@ -6,9 +6,11 @@ stay what they are, and hooks of others (FSDP2's, a checkpoint's) run around it 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType, MethodType
@@ -73,6 +75,17 @@ def _entry(swapped: Swapped) -> Callable[..., Any]:
     name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
     code = called.__code__.replace(co_name=name)
     return FunctionType(code, called.__globals__, name, None, called.__closure__)
+
+
+def _compile_graph(
+    settings: Settings, calls: Calls, gm: torch.fx.GraphModule, inputs: list[Any]
+) -> Callable[..., Any]:
+    """The backend of a swapped method. Dynamo keeps every backend for good, so it must not hold the
+    model."""
+    from .backend import fastvit_kernels
+
+    with collecting(calls):
+        return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
 
 
 def _others_look_on() -> bool:
@@ -179,7 +192,10 @@ class Swapped:
 
             dynamo.watch_limits(_tell_limit)
             self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
-            return torch.compile(_entry(self), backend=self.backend)
+            backend = functools.partial(_compile_graph, self.settings, self.calls)
+            entry = _entry(self)
+            weakref.finalize(self, dynamo.forget, entry.__code__).atexit = False
+            return torch.compile(entry, backend=backend)
         except (ImportError, AttributeError) as error:
             self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
             return self.host
@@ -190,13 +206,6 @@ class Swapped:
         self.looked = True
         self.calls.note(f"runs its host's forward: {why}")
         self.warn(f"it runs its host's forward: {why}")
-
-    def backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        from .backend import fastvit_kernels
-
-        options, mode = self.settings.options(), self.settings.mode
-        with collecting(self.calls):
-            return fastvit_kernels(gm, inputs, mode=mode, options=options)
 
     def ran_as_python(self, code: Any) -> None:
         self.calls.as_python += 1

@@ -17,6 +17,8 @@ import torch
 import torch._dynamo as dynamo
 from swapped import assert_same, assert_same_step, images, no_warning, swapped_and_host, vit
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fastvit_kernels import status, swap_in, swap_out
@@ -137,14 +139,27 @@ def test_a_second_call_sets_everything_anew():
     assert "forward" not in vars(model) and "forward" in vars(model.blocks[0])
 
 
-def test_a_swapped_model_is_freed():
-    model, _ = swapped_and_host()
-    model(images())
-    gone = weakref.ref(model)
-    del model
-    dynamo.reset()  # its cache holds what it guards
+def alive(kind):
     gc.collect()
-    assert gone() is None
+    return sum(issubclass(type(x), kind) for x in gc.get_objects())
+
+
+@ways
+def test_a_swapped_model_is_freed_with_its_graphs(regional):
+    """In a notebook that builds one model after another."""
+    graphs, kept = alive(GraphModule), []
+    for _ in range(3):
+        model = vit()
+        swap_in(model, regional=regional)
+        for batch in (images(), images()[:1]):
+            model(batch).sum().backward()
+        gone = weakref.ref(model)
+        del model
+        kept.append(alive(FakeTensor))
+        assert gone() is None
+    assert alive(GraphModule) == graphs
+    # torch keeps a fake of each input of a graph; a graph's results would be many more
+    assert kept[2] - kept[1] <= 3 * len(list(vit().parameters()))
 
 
 # Other entrances (trap 6).
