@@ -1,6 +1,6 @@
 """Long training: the curves of swapped models, and memory.
 
-The 500 steps over five seeds are `python tests/support/long_run.py`; here are a few of them through
+Thousands of steps are `python tests/support/long_run.py`; here are a few of them through
 the kernels in the interpreter, and all of them on a GPU.
 """
 
@@ -10,6 +10,7 @@ import gc
 import sys
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,15 +36,19 @@ def test_a_few_steps_through_the_kernels(precision):
     """At every step nearer to the host's loss than another seed's would be; memory stays."""
     size = replace(long_run.SIZES["tiny"], batch=4)
     hosts = [
-        long_run.train(long_run.build(size, seed), size, seed, precision, FEW, evaluate=False)
+        long_run.train(partial(long_run.build, size, seed), size, seed, precision, FEW, False)
         for seed in range(SEEDS)
     ]
-    swapped = long_run.build(size, 0)
-    fk.swap_in(swapped)
+
+    def swapped():
+        model = long_run.build(size, 0)
+        fk.swap_in(model)
+        return model
+
     with fk.backend("triton"), recording() as choices:
-        outcome = long_run.train(swapped, size, 0, precision, FEW, evaluate=False)
+        outcome = long_run.train(swapped, size, 0, precision, FEW, False)
     assert choices  # of launch configs: our kernels ran
-    assert outcome.tensors_grown == 0
+    assert outcome.tensors_grown <= 0
     for step, loss in enumerate(outcome.losses):
         at_this_step = [host.losses[step] for host in hosts]
         limit = 1e-4 if precision == "fp32" else long_run.spread(at_this_step) / 4
@@ -58,7 +63,7 @@ def test_five_hundred_steps(precision):
         host, swapped = long_run.pair(size, seed, precision, 500, "auto")
         hosts.append(host.accuracy)
         swaps.append(swapped.accuracy)
-        assert swapped.tensors_grown == 0 and swapped.bytes_grown <= 2**20
+        assert swapped.tensors_grown <= 0 and swapped.bytes_grown <= 2**20
     difference = abs(sum(hosts) - sum(swaps)) / SEEDS
     assert difference <= max(long_run.spread(hosts), long_run.spread(swaps)), (hosts, swaps)
 
