@@ -329,6 +329,11 @@ def keep_sources(gm: GraphModule, made: GraphModule) -> None:
             new.meta.setdefault(key, value)
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    known = {*dict(gm.named_parameters()), *dict(gm.named_buffers())}
+    for name, constant in [*made.named_buffers(recurse=False)]:
+        if name not in known:  # of torch.tensor(...): AOTAutograd would ask whose buffer it is
+            delattr(made, name)
+            made.__dict__[name] = constant
 
 
 def forget_fakes(gm: GraphModule) -> None:
