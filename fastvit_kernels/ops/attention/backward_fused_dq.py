@@ -62,8 +62,9 @@ from ...runtime.gluon import (
     tensor_map,
 )
 from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl, triton
+from ..common.barriers import make_barriers, parity
 from .backward_pingpong import NAN
-from .forward_pingpong import TILE, _barriers, _matrix, _tiles
+from .forward_pingpong import TILE, _matrix, _tiles
 from .tiles import LOG2_E, ROW_PAD, HeadStrides
 
 MOST_PAIRS = constant(32)  # of query tiles: T <= 4096
@@ -191,7 +192,7 @@ def _load(q, k, v, dout, lse, delta, tiles, barriers, work, RINGS: gl.constexpr)
         b, h = head // work.H, head % work.H
         for block in range(first, end):
             slot = passed % RINGS.KEYS
-            mbarrier.wait(barriers.kv_empty.index(slot), passed // RINGS.KEYS + 1 & 1)
+            mbarrier.wait(barriers.kv_empty.index(slot), parity(passed // RINGS.KEYS + 1))
             ready = barriers.kv_full.index(slot)
             mbarrier.expect(ready, 4 * q.block_type.nbytes)
             for i in gl.static_range(2):
@@ -201,9 +202,9 @@ def _load(q, k, v, dout, lse, delta, tiles, barriers, work, RINGS: gl.constexpr)
             passed += 1
             for tile in range(2 * work.blocks):
                 if (block == first) & (tile % 2 == 0):
-                    mbarrier.wait(barriers.ready.index(tile // 2), n & 1)
+                    mbarrier.wait(barriers.ready.index(tile // 2), parity(n))
                 slot = step % RINGS.QUERIES
-                mbarrier.wait(barriers.empty.index(slot), step // RINGS.QUERIES + 1 & 1)
+                mbarrier.wait(barriers.empty.index(slot), parity(step // RINGS.QUERIES + 1))
                 ready = barriers.full.index(slot)
                 mbarrier.expect(ready, 2 * (q.block_type.nbytes + lse.block_type.nbytes))
                 fetch(q, [b, tile * TILE, h, 0], ready, tiles.q.index(slot))
@@ -242,7 +243,7 @@ def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.cons
         do_ptr = do[0] + b * stride.b + h.to(gl.int64) * stride.h
         out_row = out_ptr + (b * work.T * work.H + h) * D
         sums = gl.zeros((PASS, BLOCK_D), gl.float32, layout)
-        mbarrier.wait(barriers.seen.index(0), n + 1 & 1)
+        mbarrier.wait(barriers.seen.index(0), parity(n + 1))
         for start in range(0, work.T, ROWS):
             none = start >> 30  # as in `_key_block`
             at = start.to(gl.int64)  # pyright: ignore[reportAttributeAccessIssue]
@@ -370,7 +371,7 @@ def _write_dq(
 ):
     """The sum of all key blocks, in the tensors' dtype."""
     buffer = tiles.dq.index(G)
-    mbarrier.wait(barriers.summed.index(G), uses & 1)
+    mbarrier.wait(barriers.summed.index(G), parity(uses))
     dq = (dq + _matrix(buffer).load(dq.type.layout)) * scale
     if rows.partial_ptr is not None:
         _add_sums(dq, rows.partial_ptr, work, item, pair, G, D)
@@ -422,7 +423,7 @@ def _key_block(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     pairs = work.blocks
     slot_kv = passed % RINGS.KEYS
-    mbarrier.wait(barriers.kv_full.index(slot_kv), passed // RINGS.KEYS & 1)
+    mbarrier.wait(barriers.kv_full.index(slot_kv), parity(passed // RINGS.KEYS))
     if RINGS.RESIDENT:
         k = _matrix(tiles.k.index(2 * slot_kv + G)).load(operand)
         v = _matrix(tiles.v.index(2 * slot_kv + G)).load(operand)
@@ -432,7 +433,7 @@ def _key_block(
         turn = passed * pairs + pair
         for i in gl.static_range(2):
             none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
-            slot, phase = turn * 2 % RINGS.QUERIES + i, turn * 2 // RINGS.QUERIES & 1
+            slot, phase = turn * 2 % RINGS.QUERIES + i, parity(turn * 2 // RINGS.QUERIES)
             mbarrier.wait(barriers.full.index(slot), phase)
             q, do = _matrix(tiles.q.index(slot)), _matrix(tiles.do.index(slot))
             if not RINGS.RESIDENT:
@@ -459,7 +460,7 @@ def _key_block(
             ds_operand = gl.convert_layout(ds, operand, assert_trivial=True)
             dk = multiply(ds_operand, q, dk, is_async=True)
             if i == G:
-                mbarrier.wait(barriers.made.index(i), turn & 1)
+                mbarrier.wait(barriers.made.index(i), parity(turn))
                 dq = _dq_product(tiles, 2 * i + none, 2 * slot_kv + none, BLOCK_D)
                 dk, dv, dq, _, _ = multiply_wait(0, deps=[dk, dv, dq, p_operand, ds_operand])
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
@@ -581,14 +582,14 @@ def _attention_bwd_fused_dq_kernel(
         _tiles(space, 2),
     )
     barriers = Barriers(
-        _barriers(QUERIES, 1),
-        _barriers(QUERIES, 2),
-        _barriers(KEYS, 1),
-        _barriers(KEYS, 2),
-        _barriers(2, 2),
-        _barriers(2, 1),
-        _barriers(MOST_PAIRS, 1),
-        _barriers(1, 1),
+        make_barriers(QUERIES, 1),
+        make_barriers(QUERIES, 2),
+        make_barriers(KEYS, 1),
+        make_barriers(KEYS, 2),
+        make_barriers(2, 2),
+        make_barriers(2, 1),
+        make_barriers(MOST_PAIRS, 1),
+        make_barriers(1, 1),
     )
     grads, rows = Grads(dq, dk, dv, space), RowPtrs(delta_ptr, partial_ptr)
     stride_b, stride_t, stride_h = dout.strides[0], dout.strides[1], dout.strides[2]

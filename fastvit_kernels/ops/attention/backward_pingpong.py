@@ -23,45 +23,73 @@ all tiles in registers, and spill. Gluon has no interpreter: tests/machine/devic
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...runtime.gluon import fence, fetch, gl, gluon, mbarrier, multiply, multiply_wait, store_wait
 from ...runtime.triton import ANY_BATCH, bind_launch, constant, tl
-from .forward_pingpong import TILE, _barriers, _matrix, _pass_out, _tiles, heads_map
+from ..common.barriers import make_barriers, parity
+from .forward_pingpong import TILE, _matrix, _pass_out, _tiles, heads_map
 from .tiles import LOG2_E, padded
 
 NAN = constant(tl.PropagateNan.ALL)
 
 
+class Form(NamedTuple):
+    """Constants of a launch: tiles of keys, and whether the last may not be full."""
+
+    TILES: Any
+    CHECK: Any
+
+
+class Tiles(NamedTuple):
+    """Shared memory, in tiles of 64 rows."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    p: Any
+    ds: Any  # before that, out
+    out: Any  # one a group
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    kv_full: Any
+    kv_empty: Any
+    made: Any
+    used: Any
+
+
 @gluon.jit
-def _fetch_keys(qkv, b, h, H, tile: gl.constexpr, k_tiles, v_tiles, kv_full, kv_empty, phase):
-    mbarrier.wait(kv_empty.index(tile), phase ^ 1)
-    ready = kv_full.index(tile)
+def _fetch_keys(qkv, b, h, H, tile: gl.constexpr, tiles, barriers, phase):
+    mbarrier.wait(barriers.kv_empty.index(tile), phase ^ 1)
+    ready = barriers.kv_full.index(tile)
     mbarrier.expect(ready, 2 * qkv.block_type.nbytes)
-    fetch(qkv, [b, tile * TILE, H + h, 0], ready, k_tiles.index(tile))
-    fetch(qkv, [b, tile * TILE, 2 * H + h, 0], ready, v_tiles.index(tile))
+    fetch(qkv, [b, tile * TILE, H + h, 0], ready, tiles.k.index(tile))
+    fetch(qkv, [b, tile * TILE, 2 * H + h, 0], ready, tiles.v.index(tile))
 
 
 @gluon.jit
 def _load(qkv, out, dout, tiles, barriers, sizes, TILES: gl.constexpr):
     """Fetch what each head reads as soon as the head before has read its own."""
-    q_tiles, do_tiles, k_tiles, v_tiles, _, ds_tiles, _ = tiles
-    q_full, q_empty, kv_full, kv_empty, _, _ = barriers
     num_heads, H, _ = sizes
     phase = 0
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
         b, h = head // H, head % H
         for tile in gl.static_range(TILES - 1):
-            _fetch_keys(qkv, b, h, H, tile, k_tiles, v_tiles, kv_full, kv_empty, phase)
-        mbarrier.wait(q_empty.index(0), phase ^ 1)
-        ready = q_full.index(0)
+            _fetch_keys(qkv, b, h, H, tile, tiles, barriers, phase)
+        mbarrier.wait(barriers.q_empty.index(0), phase ^ 1)
+        ready = barriers.q_full.index(0)
         mbarrier.expect(ready, 12 * qkv.block_type.nbytes)
         for i in gl.static_range(4):
-            fetch(qkv, [b, i * TILE, h, 0], ready, q_tiles.index(i))
-            fetch(dout, [b, i * TILE, h, 0], ready, do_tiles.index(i))
-            fetch(out, [b, i * TILE, h, 0], ready, ds_tiles.index(i))  # until ds is made
-        _fetch_keys(qkv, b, h, H, TILES - 1, k_tiles, v_tiles, kv_full, kv_empty, phase)
+            fetch(qkv, [b, i * TILE, h, 0], ready, tiles.q.index(i))
+            fetch(dout, [b, i * TILE, h, 0], ready, tiles.do.index(i))
+            fetch(out, [b, i * TILE, h, 0], ready, tiles.ds.index(i))  # until ds is made
+        _fetch_keys(qkv, b, h, H, TILES - 1, tiles, barriers, phase)
         phase ^= 1
 
 
@@ -104,10 +132,9 @@ def _delta(do_tile, out_tile, layout: gl.constexpr):
 @gluon.jit
 def _by_key(tiles, none, GROUP_OF: gl.constexpr, layout: gl.constexpr):
     """dv of a tile of keys, or dk, pending: of all queries."""
-    q_tiles, do_tiles, _, _, p_tiles, ds_tiles, _ = tiles
-    weights = p_tiles if GROUP_OF == 0 else ds_tiles
-    factors = do_tiles if GROUP_OF == 0 else q_tiles
-    BLOCK_D: gl.constexpr = q_tiles.shape[4]
+    weights = tiles.p if GROUP_OF == 0 else tiles.ds
+    factors = tiles.do if GROUP_OF == 0 else tiles.q
+    BLOCK_D: gl.constexpr = tiles.q.shape[4]
     acc = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
     for i in gl.static_range(4):
         by_key = _matrix(weights.index(i + none)).permute((1, 0))
@@ -125,8 +152,7 @@ def _store_grad(acc, dqkv, head, H, tile, scale_log2, buffer, GROUP_OF: gl.const
 
 @gluon.jit
 def _key_tile(
-    dq0,
-    dq1,
+    dq,
     rows,
     dqkv,
     tiles,
@@ -137,52 +163,52 @@ def _key_tile(
     turn,
     scale_log2,
     TILES: gl.constexpr,
-    GROUP_OF: gl.constexpr,
     CHECK: gl.constexpr,
     FIRST_KEYS: gl.constexpr,
+    GROUP_OF: gl.constexpr,
 ):
     """What a tile of keys adds to dq, and dv or dk of the tile before."""
-    q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, buffers = tiles
-    _, _, kv_full, kv_empty, made, used = barriers
+    dq0, dq1 = dq
+    made, used = barriers.made.index(0), barriers.used.index(0)
     lse0, lse1, delta0, delta1 = rows
     dtype: gl.constexpr = dqkv.dtype
     layout: gl.constexpr = dq0.type.layout
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     FIRST: gl.constexpr = 2 * GROUP_OF
     none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
-    k, v = _matrix(k_tiles.index(tile + none)), _matrix(v_tiles.index(tile + none))
-    mbarrier.wait(kv_full.index(tile), turn // TILES & 1)
-    q = _matrix(q_tiles.index(FIRST + none))
-    s0, dp0 = _scores(q, _matrix(do_tiles.index(FIRST + none)), k, v)
+    k, v = _matrix(tiles.k.index(tile + none)), _matrix(tiles.v.index(tile + none))
+    mbarrier.wait(barriers.kv_full.index(tile), parity(turn // TILES))
+    q = _matrix(tiles.q.index(FIRST + none))
+    s0, dp0 = _scores(q, _matrix(tiles.do.index(FIRST + none)), k, v)
     if FIRST_KEYS:
         s0, dp0 = multiply_wait(0, deps=[s0, dp0])
     else:
-        mbarrier.wait(made.index(0), turn & 1 ^ 1)
+        mbarrier.wait(made, parity(turn) ^ 1)
         acc = _by_key(tiles, none, GROUP_OF, layout)
         s0, dp0 = multiply_wait(4, deps=[s0, dp0])
     p, ds = _weights(s0, dp0, lse0, delta0, scale_log2, dtype, CHECK)
     if not FIRST_KEYS:
         acc = multiply_wait(0, deps=[acc])
-        mbarrier.arrive(used.index(0), count=1)
-    mbarrier.wait(used.index(0), turn & 1 ^ 1)
-    _matrix(p_tiles.index(FIRST + none)).store(p)
-    _matrix(ds_tiles.index(FIRST + none)).store(ds)
+        mbarrier.arrive(used, count=1)
+    mbarrier.wait(used, parity(turn) ^ 1)
+    _matrix(tiles.p.index(FIRST + none)).store(p)
+    _matrix(tiles.ds.index(FIRST + none)).store(ds)
     ds0 = gl.convert_layout(ds, operand, assert_trivial=True)
     if not FIRST_KEYS:
-        _store_grad(acc, dqkv, head, H, tile - 1, scale_log2, buffers.index(GROUP_OF), GROUP_OF)
-    q = _matrix(q_tiles.index(FIRST + 1 + none))
-    s1, dp1 = _scores(q, _matrix(do_tiles.index(FIRST + 1 + none)), k, v)
+        _store_grad(acc, dqkv, head, H, tile - 1, scale_log2, tiles.out.index(GROUP_OF), GROUP_OF)
+    q = _matrix(tiles.q.index(FIRST + 1 + none))
+    s1, dp1 = _scores(q, _matrix(tiles.do.index(FIRST + 1 + none)), k, v)
     dq0 = multiply(ds0, k, dq0, use_acc=not FIRST_KEYS, is_async=True)
     s1, dp1 = multiply_wait(1, deps=[s1, dp1])
     p, ds = _weights(s1, dp1, lse1, delta1, scale_log2, dtype, CHECK)
-    _matrix(p_tiles.index(FIRST + 1 + none)).store(p)
-    _matrix(ds_tiles.index(FIRST + 1 + none)).store(ds)
+    _matrix(tiles.p.index(FIRST + 1 + none)).store(p)
+    _matrix(tiles.ds.index(FIRST + 1 + none)).store(ds)
     fence()
-    mbarrier.arrive(made.index(0), count=1)
+    mbarrier.arrive(made, count=1)
     ds1 = gl.convert_layout(ds, operand, assert_trivial=True)
     dq1 = multiply(ds1, k, dq1, use_acc=not FIRST_KEYS, is_async=True)
     dq0, dq1, _, _ = multiply_wait(0, deps=[dq0, dq1, ds0, ds1])
-    mbarrier.arrive(kv_empty.index(tile), count=1)
+    mbarrier.arrive(barriers.kv_empty.index(tile), count=1)
     return dq0, dq1
 
 
@@ -212,27 +238,26 @@ def _grads(
     barriers,
     sizes,
     scale_log2,
-    TILES: gl.constexpr,
-    CHECK: gl.constexpr,
+    FORM: gl.constexpr,
     GROUP_OF: gl.constexpr,
 ):
     """The group's part of each head of the program."""
-    _, do_tiles, _, _, _, ds_tiles, buffers = tiles
-    q_full, q_empty, _, _, made, used = barriers
+    TILES: gl.constexpr = FORM.TILES
     num_heads, H, T = sizes
+    made, used = barriers.made.index(0), barriers.used.index(0)
     BLOCK_D: gl.constexpr = dqkv.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     FIRST: gl.constexpr = 2 * GROUP_OF  # of the group's tiles of queries
-    buffer = buffers.index(GROUP_OF)
+    buffer = tiles.out.index(GROUP_OF)
     turn = 0  # tiles of keys that have passed
     for head in range(gl.program_id(0), num_heads, gl.num_programs(0)):
         start = FIRST * TILE + (turn >> 30)
         lse0 = _load_lse(lse_ptr, head, T, start, gl.SliceLayout(1, layout))
         lse1 = _load_lse(lse_ptr, head, T, start + TILE, gl.SliceLayout(1, layout))
-        mbarrier.wait(q_full.index(0), turn // TILES & 1)
+        mbarrier.wait(barriers.q_full.index(0), parity(turn // TILES))
         first = start // TILE
-        delta0, do0 = _delta(do_tiles.index(first), ds_tiles.index(first), layout)
-        delta1, do1 = _delta(do_tiles.index(first + 1), ds_tiles.index(first + 1), layout)
+        delta0, do0 = _delta(tiles.do.index(first), tiles.ds.index(first), layout)
+        delta1, do1 = _delta(tiles.do.index(first + 1), tiles.ds.index(first + 1), layout)
         if partial_ptr is not None:  # of v's bias the gradient is dout's sum: tiles.store_do_sum
             nan = (delta0 + delta1) * 0.0  # or 0: where out is not finite, nor is lse
             sums = _column_sums(do0 + do1 + nan[:, None])
@@ -240,9 +265,8 @@ def _grads(
         rows = lse0, lse1, delta0, delta1
         dq0 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
         dq1 = gl.zeros((TILE, BLOCK_D), gl.float32, layout)
-        dq0, dq1 = _key_tile(
-            dq0,
-            dq1,
+        dq = _key_tile(
+            (dq0, dq1),
             rows,
             dqkv,
             tiles,
@@ -253,15 +277,14 @@ def _grads(
             turn,
             scale_log2,
             TILES,
-            GROUP_OF,
             False,
             True,
+            GROUP_OF,
         )
         turn += 1
         for tile in range(1, TILES):
-            dq0, dq1 = _key_tile(
-                dq0,
-                dq1,
+            dq = _key_tile(
+                dq,
                 rows,
                 dqkv,
                 tiles,
@@ -272,15 +295,16 @@ def _grads(
                 turn,
                 scale_log2,
                 TILES,
-                GROUP_OF,
-                CHECK,
+                FORM.CHECK,
                 False,
+                GROUP_OF,
             )
             turn += 1
-        mbarrier.wait(made.index(0), turn & 1 ^ 1)
+        dq0, dq1 = dq
+        mbarrier.wait(made, parity(turn) ^ 1)
         acc = multiply_wait(0, deps=[_by_key(tiles, turn >> 30, GROUP_OF, layout)])
-        mbarrier.arrive(used.index(0), count=1)
-        mbarrier.arrive(q_empty.index(0), count=1)
+        mbarrier.arrive(used, count=1)
+        mbarrier.arrive(barriers.q_empty.index(0), count=1)
         _store_grad(acc, dqkv, head, H, TILES - 1, scale_log2, buffer, GROUP_OF)
         scale = scale_log2 / LOG2_E
         if partial_ptr is not None:
@@ -304,11 +328,11 @@ def _attention_bwd_pingpong_kernel(
     H,
     T,
     scale,
-    TILES: gl.constexpr,
-    CHECK: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     sizes = num_heads, H, T
-    tiles = (
+    TILES: gl.constexpr = FORM.TILES
+    tiles = Tiles(
         _tiles(qkv, 4),
         _tiles(qkv, 4),
         _tiles(qkv, TILES),
@@ -317,48 +341,20 @@ def _attention_bwd_pingpong_kernel(
         _tiles(qkv, 4),
         _tiles(qkv, 2),
     )
-    barriers = (
-        _barriers(1, 1),
-        _barriers(1, 2),
-        _barriers(TILES, 1),
-        _barriers(TILES, 2),
-        _barriers(1, 2),
-        _barriers(1, 2),
+    barriers = Barriers(
+        make_barriers(1, 1),
+        make_barriers(1, 2),
+        make_barriers(TILES, 1),
+        make_barriers(TILES, 2),
+        make_barriers(1, 2),
+        make_barriers(1, 2),
     )
     scale_log2 = scale * LOG2_E
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
-            (
-                _grads,
-                (
-                    dqkv,
-                    partial_ptr,
-                    lse_ptr,
-                    tiles,
-                    barriers,
-                    sizes,
-                    scale_log2,
-                    TILES,
-                    CHECK,
-                    0,
-                ),
-            ),
-            (
-                _grads,
-                (
-                    dqkv,
-                    partial_ptr,
-                    lse_ptr,
-                    tiles,
-                    barriers,
-                    sizes,
-                    scale_log2,
-                    TILES,
-                    CHECK,
-                    1,
-                ),
-            ),
+            (_grads, (dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, FORM, 0)),
+            (_grads, (dqkv, partial_ptr, lse_ptr, tiles, barriers, sizes, scale_log2, FORM, 1)),
             (_load, (qkv, out, dout, tiles, barriers, sizes, TILES)),
         ],
         [4, 1],
@@ -381,8 +377,7 @@ def bwd_pingpong(shape: tuple[int, ...], scale: float, num_sms: int) -> Callable
         H,
         T,
         scale,
-        TILES=-(-T // TILE.value),
-        CHECK=T % TILE.value > 0,
+        FORM=Form(-(-T // TILE.value), T % TILE.value > 0),
         num_warps=4,
     )
 

@@ -9,8 +9,8 @@ multiplies for scores, the other makes probabilities of its own.
     empty[slot]     its products are done            both groups arrive at a chunk's
     turns[group]    the tensor cores are free        the other group arrives
 
-A chunk is the tiles of keys whose scores are alive at once. Where one chunk has all keys of a head,
-it stays for all queries and nothing is rescaled. Else (STREAMED) chunks go by for each pair of
+Where one chunk has all keys of a head, it stays for all queries and nothing is rescaled. Else
+(STREAMED) chunks go by for each pair of
 query tiles, with the online softmax of forward.py.
 
 The kernel computes what forward.py does without mask and dropout, of packed (B, T, 3, H, D). Tiles
@@ -22,7 +22,7 @@ Gluon has no interpreter: tests/machine/device runs the PTX.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,12 +39,51 @@ from ...runtime.gluon import (
     tensor_map,
 )
 from ...runtime.triton import ANY_BATCH, VERSION, bind_launch, constant, triton
+from ..common.barriers import make_barriers, parity
 from .tiles import LOG2_E, padded
 
 REGISTERS = constant((240, 24))  # of the second group of multipliers, of the loader
 TILE = constant(64)  # queries of a group at once, keys of a product
 QUERIES = constant(4)  # tiles of queries in shared memory
 RESIDENT = 4  # tiles of keys whose scores fit in registers; beyond, 16 keys
+
+
+class Form(NamedTuple):
+    """Constants of a launch. A chunk is the tiles of keys whose scores are alive at once."""
+
+    CHUNK: Any
+    LAST: Any  # tiles of a head's last chunk
+    TAIL: Any  # rows of its last tile
+    CHECK: Any  # keys of which may not be there
+    STAGES: Any
+    STREAMED: Any
+
+
+class Step(NamedTuple):
+    """Constants of a chunk: its first TILES tiles, the last of TAIL rows."""
+
+    TILES: Any
+    TAIL: Any
+    CHECK: Any
+    ALONE: Any  # there is no step before this one
+
+
+class Tiles(NamedTuple):
+    """Shared memory, in tiles of 64 rows."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any  # one a group
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    empty: Any
+    turns: Any
 
 
 @gluon.jit
@@ -63,14 +102,12 @@ def _pass_out(x, out, at, buffer):
 
 
 @gluon.jit
-def _load(
-    qkv, tiles, barriers, sizes, CHUNK: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr
-):
+def _load(qkv, tiles, barriers, sizes, FORM: gl.constexpr):
     """Fetch what each item of work reads, as slots of the rings are free."""
-    q_tiles, k_tiles, v_tiles, _ = tiles
-    q_full, q_empty, k_full, v_full, empty, _ = barriers
+    CHUNK: gl.constexpr = FORM.CHUNK
+    STAGES: gl.constexpr = FORM.STAGES
+    OWN: gl.constexpr = 2 if FORM.STREAMED else CHUNK
     num_heads, H, T = sizes
-    OWN: gl.constexpr = 2 if STREAMED else CHUNK
     parts = gl.cdiv(gl.cdiv(T, TILE), OWN)
     step = 0
     count = 0
@@ -79,23 +116,24 @@ def _load(
         b, h = head // H, head % H
         for start in range(0, T, CHUNK * TILE):
             slot = step % STAGES
-            mbarrier.wait(empty.index(slot), step // STAGES + 1 & 1)
-            mbarrier.expect(k_full.index(slot), CHUNK * qkv.block_type.nbytes)
+            mbarrier.wait(barriers.empty.index(slot), parity(step // STAGES + 1))
+            ready = barriers.k_full.index(slot)
+            mbarrier.expect(ready, CHUNK * qkv.block_type.nbytes)
             for i in gl.static_range(CHUNK):
-                at = [b, start + i * TILE, H + h, 0]
-                fetch(qkv, at, k_full.index(slot), k_tiles.index(slot * CHUNK + i))
-            mbarrier.expect(v_full.index(slot), CHUNK * qkv.block_type.nbytes)
+                fetch(qkv, [b, start + i * TILE, H + h, 0], ready, tiles.k.index(slot * CHUNK + i))
+            ready = barriers.v_full.index(slot)
+            mbarrier.expect(ready, CHUNK * qkv.block_type.nbytes)
             for i in gl.static_range(CHUNK):
                 at = [b, start + i * TILE, 2 * H + h, 0]
-                fetch(qkv, at, v_full.index(slot), v_tiles.index(slot * CHUNK + i))
+                fetch(qkv, at, ready, tiles.v.index(slot * CHUNK + i))
             step += 1
             if start == 0:
                 for tile in range(first, first + OWN):
                     q_slot = count % QUERIES
-                    mbarrier.wait(q_empty.index(q_slot), count // QUERIES + 1 & 1)
-                    mbarrier.expect(q_full.index(q_slot), qkv.block_type.nbytes)
-                    at = [b, tile * TILE, h, 0]
-                    fetch(qkv, at, q_full.index(q_slot), q_tiles.index(q_slot))
+                    mbarrier.wait(barriers.q_empty.index(q_slot), parity(count // QUERIES + 1))
+                    ready = barriers.q_full.index(q_slot)
+                    mbarrier.expect(ready, qkv.block_type.nbytes)
+                    fetch(qkv, [b, tile * TILE, h, 0], ready, tiles.q.index(q_slot))
                     count += 1
 
 
@@ -119,45 +157,37 @@ def _probabilities(s, row_max, scale_log2):
 
 @gluon.jit
 def _chunk(
-    acc,
-    row_max,
-    row_sum,
+    state,
     q,
-    k_tiles,
-    v_tiles,
-    k_full,
-    v_full,
+    tiles,
+    barriers,
     step,
-    turns,
     turn,
     left,
     scale_log2,
+    FORM: gl.constexpr,
+    STEP: gl.constexpr,
     GROUP_OF: gl.constexpr,
-    CHUNK: gl.constexpr,
-    TILES: gl.constexpr,
-    TAIL: gl.constexpr,
-    CHECK: gl.constexpr,
-    ALONE: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """A step of the softmax: the first TILES tiles of a chunk, of the last TAIL rows.
-
-    Args:
-        left: keys of the last tile; CHECK: they may be fewer than TAIL.
-        ALONE: there is no step before this one.
-    """
+    """A step of the softmax. left: keys of the chunk's last tile."""
+    acc, row_max, row_sum = state
+    CHUNK: gl.constexpr = FORM.CHUNK
+    TILES: gl.constexpr = STEP.TILES
+    TAIL: gl.constexpr = STEP.TAIL
+    ALONE: gl.constexpr = STEP.ALONE
     D: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # of acc
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    slot, phase = step % STAGES, step // STAGES & 1
+    slot, phase = step % FORM.STAGES, parity(step // FORM.STAGES)
     layout_wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     layout_tail: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
 
-    mbarrier.wait(turns.index(GROUP_OF), turn & 1 ^ 1 ^ GROUP_OF)
-    mbarrier.wait(k_full.index(slot), phase)
+    # the phase turn - 1 of the first group's barrier, turn of the second's
+    mbarrier.wait(barriers.turns.index(GROUP_OF), parity(turn) ^ 1 ^ GROUP_OF)
+    mbarrier.wait(barriers.k_full.index(slot), phase)
     pending = ()
     for i in gl.static_range(TILES):
-        k = _matrix(k_tiles.index(slot * CHUNK + i))
+        k = _matrix(tiles.k.index(slot * CHUNK + i))
         if i < TILES - 1:
             zeros = gl.zeros((TILE, TILE), gl.float32, layout_wide)
         else:
@@ -169,8 +199,8 @@ def _chunk(
     for i in gl.static_range(TILES):
         s = multiply_wait(TILES - 1 - i, deps=[pending[i]])
         if i == TILES - 1:
-            mbarrier.arrive(turns.index(1 - GROUP_OF), count=1)
-            if CHECK:
+            mbarrier.arrive(barriers.turns.index(1 - GROUP_OF), count=1)
+            if STEP.CHECK:
                 seen = gl.arange(0, TAIL, gl.SliceLayout(0, layout_tail)) < left
                 s = gl.where(seen[None, :], s, float("-inf"))
         scores += (s,)
@@ -183,9 +213,9 @@ def _chunk(
         rescale = gl.exp2(row_max - new_max)
         row_sum *= rescale
         acc *= rescale[:, None]
-    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.wait(barriers.v_full.index(slot), phase)
     for i in gl.static_range(TILES):
-        v = _matrix(v_tiles.index(slot * CHUNK + i))
+        v = _matrix(tiles.v.index(slot * CHUNK + i))
         if i == TILES - 1:
             v = v.slice(0, TAIL, 0)
         p = _probabilities(scores[i], new_max, scale_log2)
@@ -206,29 +236,18 @@ def _chunk(
 
 @gluon.jit
 def _attend(
-    out,
-    lse_ptr,
-    tiles,
-    barriers,
-    sizes,
-    scale_log2,
-    CHUNK: gl.constexpr,
-    LAST: gl.constexpr,
-    TAIL: gl.constexpr,
-    CHECK: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAMED: gl.constexpr,
-    GROUP_OF: gl.constexpr,
+    out, lse_ptr, tiles, barriers, sizes, scale_log2, FORM: gl.constexpr, GROUP_OF: gl.constexpr
 ):
     """Every other tile of queries of the program."""
-    q_tiles, k_tiles, v_tiles, out_tiles = tiles
-    q_full, q_empty, k_full, v_full, empty, turns = barriers
     num_heads, H, T = sizes
+    CHUNK: gl.constexpr = FORM.CHUNK
+    STREAMED: gl.constexpr = FORM.STREAMED
+    WHOLE: gl.constexpr = Step(CHUNK, TILE, False, False)
+    LAST: gl.constexpr = Step(FORM.LAST, FORM.TAIL, FORM.CHECK, not STREAMED)
     D: gl.constexpr = out.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    buffer = out_tiles.index(GROUP_OF)
     OWN: gl.constexpr = 2 if STREAMED else CHUNK  # tiles of queries of an item
     parts = gl.cdiv(gl.cdiv(T, TILE), OWN)  # items of a head
     programs = gl.num_programs(0)
@@ -239,65 +258,29 @@ def _attend(
         item = gl.program_id(0) + tile // OWN * programs
         head, start_q = item // parts, (item % parts * OWN + tile % OWN) * TILE
         slot = tile % QUERIES
-        mbarrier.wait(q_full.index(slot), tile // QUERIES & 1)
-        q = _matrix(q_tiles.index(slot)).load(operand)
-        mbarrier.arrive(q_empty.index(slot), count=1)
+        mbarrier.wait(barriers.q_full.index(slot), parity(tile // QUERIES))
+        q = _matrix(tiles.q.index(slot)).load(operand)
+        mbarrier.arrive(barriers.q_empty.index(slot), count=1)
         acc = gl.zeros((TILE, D), gl.float32, layout)
         row_max = gl.full((TILE,), float("-inf"), gl.float32, rows)
         row_sum = gl.zeros((TILE,), gl.float32, rows)
+        state = acc, row_max, row_sum
         if STREAMED:
             for _ in range(0, T - CHUNK * TILE, CHUNK * TILE):
-                acc, row_max, row_sum = _chunk(
-                    acc,
-                    row_max,
-                    row_sum,
-                    q,
-                    k_tiles,
-                    v_tiles,
-                    k_full,
-                    v_full,
-                    step,
-                    turns,
-                    turn,
-                    0,
-                    scale_log2,
-                    GROUP_OF,
-                    CHUNK,
-                    CHUNK,
-                    TILE,
-                    False,
-                    False,
-                    STAGES,
+                state = _chunk(
+                    state, q, tiles, barriers, step, turn, 0, scale_log2, FORM, WHOLE, GROUP_OF
                 )
-                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                mbarrier.arrive(barriers.empty.index(step % FORM.STAGES), count=1)
                 step += 1
                 turn += 1
         else:
             step = tile // OWN
+        left = (T - 1) % TILE + 1
         acc, row_max, row_sum = _chunk(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            k_tiles,
-            v_tiles,
-            k_full,
-            v_full,
-            step,
-            turns,
-            turn,
-            (T - 1) % TILE + 1,
-            scale_log2,
-            GROUP_OF,
-            CHUNK,
-            LAST,
-            TAIL,
-            CHECK,
-            not STREAMED,
-            STAGES,
+            state, q, tiles, barriers, step, turn, left, scale_log2, FORM, LAST, GROUP_OF
         )
         done = STREAMED or tile % OWN + 2 >= OWN  # the group's last tile of the item
-        mbarrier.arrive(empty.index(step % STAGES), count=1, pred=done)
+        mbarrier.arrive(barriers.empty.index(step % FORM.STAGES), count=1, pred=done)
         step += 1
         turn += 1
         offs_q = start_q + gl.arange(0, TILE, rows)
@@ -305,7 +288,7 @@ def _attend(
         lse_row = lse_ptr + head.to(gl.int64) * padded(T)
         gl.store(lse_row + offs_q, lse, mask=offs_q < padded(T))
         acc *= (1.0 / row_sum)[:, None]
-        _pass_out(acc, out, [head // H, start_q, head % H, 0], buffer)
+        _pass_out(acc, out, [head // H, start_q, head % H, 0], tiles.out.index(GROUP_OF))
     store_wait(0)
 
 
@@ -316,86 +299,28 @@ def _tiles(tensor_map, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(tensor_map.dtype, [COUNT, 1, TILE, 1, D], tensor_map.layout)
 
 
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVE: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVE)
-    return made
-
-
 @gluon.jit(**ANY_BATCH)
-def _attention_fwd_pingpong_kernel(
-    out,
-    lse_ptr,
-    qkv,
-    num_heads,
-    H,
-    T,
-    scale,
-    CHUNK: gl.constexpr,
-    LAST: gl.constexpr,
-    TAIL: gl.constexpr,
-    CHECK: gl.constexpr,
-    STAGES: gl.constexpr,
-    STREAMED: gl.constexpr,
-):
+def _attention_fwd_pingpong_kernel(out, lse_ptr, qkv, num_heads, H, T, scale, FORM: gl.constexpr):
     sizes = num_heads, H, T
-    tiles = (
-        _tiles(qkv, QUERIES),
-        _tiles(qkv, STAGES * CHUNK),
-        _tiles(qkv, STAGES * CHUNK),
-        _tiles(out, 2),
-    )
-    barriers = (
-        _barriers(QUERIES, 1),
-        _barriers(QUERIES, 1),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 1),
-        _barriers(STAGES, 2 if STREAMED or CHUNK > 1 else 1),
-        _barriers(2, 1),
+    STAGES: gl.constexpr = FORM.STAGES
+    KEYS: gl.constexpr = STAGES * FORM.CHUNK
+    READERS: gl.constexpr = 2 if FORM.STREAMED or FORM.CHUNK > 1 else 1
+    tiles = Tiles(_tiles(qkv, QUERIES), _tiles(qkv, KEYS), _tiles(qkv, KEYS), _tiles(out, 2))
+    barriers = Barriers(
+        make_barriers(QUERIES, 1),
+        make_barriers(QUERIES, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, 1),
+        make_barriers(STAGES, READERS),
+        make_barriers(2, 1),
     )
     fence()  # TMA counts bytes at them
     scale_log2 = scale * LOG2_E
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out,
-                    lse_ptr,
-                    tiles,
-                    barriers,
-                    sizes,
-                    scale_log2,
-                    CHUNK,
-                    LAST,
-                    TAIL,
-                    CHECK,
-                    STAGES,
-                    STREAMED,
-                    0,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    out,
-                    lse_ptr,
-                    tiles,
-                    barriers,
-                    sizes,
-                    scale_log2,
-                    CHUNK,
-                    LAST,
-                    TAIL,
-                    CHECK,
-                    STAGES,
-                    STREAMED,
-                    1,
-                ),
-            ),
-            (_load, (qkv, tiles, barriers, sizes, CHUNK, STAGES, STREAMED)),
+            (_attend, (out, lse_ptr, tiles, barriers, sizes, scale_log2, FORM, 0)),
+            (_attend, (out, lse_ptr, tiles, barriers, sizes, scale_log2, FORM, 1)),
+            (_load, (qkv, tiles, barriers, sizes, FORM)),
         ],
         [4, 1],
         REGISTERS,
@@ -432,12 +357,14 @@ def fwd_pingpong(
         H,
         T,
         scale,
-        CHUNK=chunk,
-        LAST=(tiles - 1) % chunk + 1,
-        TAIL=tail,
-        CHECK=rest < tail,
-        STAGES=2,
-        STREAMED=not resident,
+        FORM=Form(
+            CHUNK=chunk,
+            LAST=(tiles - 1) % chunk + 1,
+            TAIL=tail,
+            CHECK=rest < tail,
+            STAGES=2,
+            STREAMED=not resident,
+        ),
         num_warps=4,
     )
 

@@ -25,11 +25,14 @@ Gluon has no interpreter: tests/machine/device runs the PTX.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 from ...runtime.gluon import fence, fetch, gl, gluon, mbarrier, multiply, multiply_wait, tensor_map
 from ...runtime.triton import ANY_BATCH, bind_launch, constant
 from .activation import activate, activate_and_derivative
+from .barriers import make_barriers, parity
 from .gemm import GROUP_M, TilePlan, column_halves, grouped_tile
 
 GROUP = constant(GROUP_M)
@@ -39,11 +42,27 @@ REGISTERS = constant((160, 160, 24, 24))  # second multipliers, those who finish
 FINISHERS = constant(4)  # warps that finish: each has a row of a tile's sums
 
 
+class Tiles(NamedTuple):
+    """Shared memory."""
+
+    x: Any  # two a slot of the ring, 64 rows each
+    weight: Any
+    sums: Any  # 64 x 64
+    beside: Any  # of z, the same
+
+
+class Barriers(NamedTuple):
+    full: Any
+    empty: Any
+    staged: Any
+    free: Any
+    landed: Any
+    read: Any
+
+
 @gluon.jit
 def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr):
     """Fetch the operands of each tile in turn, as slots of the ring are free."""
-    x_tiles, weight_tiles, _, _ = tiles
-    full, empty, _, _, _, _ = barriers
     M, N, K = sizes
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
@@ -53,38 +72,29 @@ def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.
         pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)
         for k in range(gl.cdiv(K, BLOCK_K)):
             slot = step % STAGES
-            mbarrier.wait(empty.index(slot), step // STAGES + 1 & 1)
-            ready = full.index(slot)
+            mbarrier.wait(barriers.empty.index(slot), parity(step // STAGES + 1))
+            ready = barriers.full.index(slot)
             mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
             for group in gl.static_range(2):
                 at = [(2 * pid_m + group) * ROWS, k * BLOCK_K]
-                fetch(x, at, ready, x_tiles.index(2 * slot + group))
+                fetch(x, at, ready, tiles.x.index(2 * slot + group))
             row, column = pid_n * BLOCK_N, k * BLOCK_K
             at = [row, column] if B_K_LAST else [column, row]
-            fetch(weight, at, ready, weight_tiles.index(slot))
+            fetch(weight, at, ready, tiles.weight.index(slot))
             step += 1
 
 
 @gluon.jit
 def _stage(
-    acc, bias_ptr, column, N, sums, staged, free, phase, FIRST: gl.constexpr, PARTS: gl.constexpr
+    acc, bias_ptr, column, N, sums, barriers, phase, FIRST: gl.constexpr, PARTS: gl.constexpr
 ):
     """The sums, with the bias, to shared memory: parts of 64 columns, FIRST is the first one's."""
     if PARTS > 1:
         halves = column_halves(acc, acc.shape[0], acc.shape[1])
+        HALF: gl.constexpr = PARTS // 2
         for i in gl.static_range(2):
-            _stage(
-                halves[i],
-                bias_ptr,
-                column + i * (PARTS // 2) * COLUMNS,
-                N,
-                sums,
-                staged,
-                free,
-                phase,
-                FIRST + i * (PARTS // 2),
-                PARTS // 2,
-            )
+            at, first = column + i * HALF * COLUMNS, FIRST + i * HALF
+            _stage(halves[i], bias_ptr, at, N, sums, barriers, phase, first, HALF)
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
@@ -92,9 +102,9 @@ def _stage(
             offs_n = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
             bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0)
             acc += bias.to(gl.float32)[None, :]
-        mbarrier.wait(free.index(FIRST), phase ^ 1)
+        mbarrier.wait(barriers.free.index(FIRST), phase ^ 1)
         sums.index(FIRST).store(acc.to(sums.dtype))
-        mbarrier.arrive(staged.index(FIRST), count=1)
+        mbarrier.arrive(barriers.staged.index(FIRST), count=1)
 
 
 @gluon.jit
@@ -108,10 +118,9 @@ def _multiply(
     GROUP_OF: gl.constexpr,
 ):
     """The products of the group's rows of each tile."""
-    x_tiles, weight_tiles, sums, _ = tiles
-    full, empty, staged, free, _, _ = barriers
+    sums, empty = tiles.sums, barriers.empty
     M, N, K = sizes
-    BLOCK_K: gl.constexpr = x_tiles.shape[2]
+    BLOCK_K: gl.constexpr = tiles.x.shape[2]
     PARTS: gl.constexpr = sums.shape[0] // 2
     BLOCK_N: gl.constexpr = PARTS * COLUMNS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -123,19 +132,18 @@ def _multiply(
         acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
         for k in range(gl.cdiv(K, BLOCK_K)):
             slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            weight_tile = weight_tiles.index(slot)
+            mbarrier.wait(barriers.full.index(slot), parity(step // STAGES))
+            weight_tile = tiles.weight.index(slot)
             if B_K_LAST:
                 weight_tile = weight_tile.permute((1, 0))
-            acc = multiply(x_tiles.index(2 * slot + GROUP_OF), weight_tile, acc, is_async=True)
+            acc = multiply(tiles.x.index(2 * slot + GROUP_OF), weight_tile, acc, is_async=True)
             acc = multiply_wait(1, deps=[acc])
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         acc = multiply_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        _stage(
-            acc, bias_ptr, pid_n * BLOCK_N, N, sums, staged, free, phase, GROUP_OF * PARTS, PARTS
-        )
+        column = pid_n * BLOCK_N
+        _stage(acc, bias_ptr, column, N, sums, barriers, phase, GROUP_OF * PARTS, PARTS)
         phase ^= 1
 
 
@@ -143,21 +151,19 @@ def _multiply(
 def _load_z(z, tiles, barriers, sizes, HIDDEN: gl.constexpr):
     """Fetch z for each step of `_finish`, two ahead."""
     if HIDDEN:
-        _, _, sums, beside = tiles
-        _, _, _, _, landed, read = barriers
         M, N, _ = sizes
-        PARTS: gl.constexpr = sums.shape[0] // 2
+        PARTS: gl.constexpr = tiles.sums.shape[0] // 2
         phase = 0
         num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, PARTS * COLUMNS)
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, PARTS * COLUMNS, GROUP)
             for part in range(PARTS):
                 for half in gl.static_range(2):
-                    mbarrier.wait(read.index(half), phase ^ 1)
-                    ready = landed.index(half)
+                    mbarrier.wait(barriers.read.index(half), phase ^ 1)
+                    ready = barriers.landed.index(half)
                     mbarrier.expect(ready, z.block_type.nbytes)
                     at = [(2 * pid_m + half) * ROWS, (pid_n * PARTS + part) * COLUMNS]
-                    fetch(z, at, ready, beside.index(half))
+                    fetch(z, at, ready, tiles.beside.index(half))
                 phase ^= 1
 
 
@@ -182,8 +188,7 @@ def _store_sums(dsums, partial_ptr, pid_m, column, N):
 def _finish(pointers, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr):
     """From the sums of each tile to what is written, 64 x 64 of them at once."""
     out_ptr, other_ptr, partial_ptr = pointers
-    _, _, sums, beside = tiles
-    _, _, staged, free, landed, read = barriers
+    sums, landed, read = tiles.sums, barriers.landed, barriers.read
     M, N, _ = sizes
     PARTS: gl.constexpr = sums.shape[0] // 2
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -206,16 +211,16 @@ def _finish(pointers, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: 
             offs = offs_m.to(gl.int64)[:, None] * N + offs_n[None, :]
             if HIDDEN:
                 mbarrier.wait(landed.index(half), z_phase)
-                z = beside.index(half).load(layout).to(gl.float32)
+                z = tiles.beside.index(half).load(layout).to(gl.float32)
                 mbarrier.arrive(read.index(half), count=1)
                 z_phase ^= half
                 act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, act.to(dtype), mask=mask)
             part = half * PARTS + step // 2
-            mbarrier.wait(staged.index(part), phase)
+            mbarrier.wait(barriers.staged.index(part), phase)
             low = sums.index(part).load(layout)
-            mbarrier.arrive(free.index(part), count=1)
+            mbarrier.arrive(barriers.free.index(part), count=1)
             y = low.to(gl.float32)
             if HIDDEN:
                 y *= derivative
@@ -238,14 +243,6 @@ def _buffers(tensor_map, COUNT: gl.constexpr):
     block: gl.constexpr = tensor_map.block_type.shape
     shape: gl.constexpr = [COUNT, block[0], block[1]]
     return gl.allocate_shared_memory(tensor_map.dtype, shape, tensor_map.layout)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(made.index(i), count=ARRIVALS)
-    return made
 
 
 @gluon.jit(**ANY_BATCH)
@@ -271,14 +268,14 @@ def _gemm_warp_specialized_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
     PARTS: gl.constexpr = BLOCK_N // COLUMNS
     sums = gl.allocate_shared_memory(x.dtype, [2 * PARTS, ROWS, COLUMNS], swizzled)
-    staged, free = _barriers(2 * PARTS, 1), _barriers(2 * PARTS, 1)
-    full, empty = _barriers(STAGES, 1), _barriers(STAGES, 2)
+    staged, free = make_barriers(2 * PARTS, 1), make_barriers(2 * PARTS, 1)
+    full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     beside = sums  # nothing is read there
     if HIDDEN:
         beside = _buffers(z, 2)
     pointers = out_ptr, other_ptr, partial_ptr
-    tiles = _buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside
-    barriers = full, empty, staged, free, _barriers(2, 1), _barriers(2, 1)
+    tiles = Tiles(_buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside)
+    barriers = Barriers(full, empty, staged, free, make_barriers(2, 1), make_barriers(2, 1))
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
