@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import pytest
 from private import set_deterministic
 
-from fastvit_kernels.accuracy.runner import device_lost
 from fastvit_kernels.runtime.compat import define_torchvision_operators
+from tests.check.isolated import device_lost
 
 define_torchvision_operators()
 

@@ -1,22 +1,20 @@
-"""Runs a case by the 2x rule, outputs poisoned; `check` runs it again for equal bits."""
+"""Runs a case by the 2x rule, outputs poisoned."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..runtime import values
 from ..runtime.backend import backend
-from ..runtime.configs import TABLES, Choice, recording
-from .accuracy import Error, Reference
+from .accuracy import Error
 from .op import Case
 
 
@@ -47,70 +45,8 @@ def poisoned() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = former[2]  # pyright: ignore
 
 
-def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is not b
-    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
 def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
-
-
-def device_lost(device: torch.device) -> str | None:
-    """The error that a CUDA context keeps after an illegal access; None where the device works.
-
-    An error of one launch is reported once: a context that reports it at the second synchronisation
-    too is lost, and every later launch of its process fails.
-    """
-    if device.type != "cuda":
-        return None
-    for _ in range(2):
-        try:
-            torch.cuda.synchronize(device)
-            return None
-        except RuntimeError as error:
-            found = first_line(error)
-    return found
-
-
-class Fault(AssertionError):
-    """What a function does wrong: one line."""
-
-
-def _repeats(choice: Choice) -> bool:
-    table = TABLES[choice.table]
-    return table.choose(choice.gpu, *choice.key) not in table.unrepeatable
-
-
-def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
-    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit; once,
-    where what it takes is known to give other bits each time.
-
-    Returns: the largest error as a share of its limit, over the outputs and every gradient.
-    Raises: Fault, also where the function raises.
-    """
-    try:
-        with poisoned():
-            with recording() as choices:
-                outputs, grads = reference.run(function)
-            for _ in range(repeats - 1 if all(map(_repeats, choices)) else 0):
-                outputs2, grads2 = reference.run(function)
-                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
-                    if _bits_differ(a, b):
-                        raise Fault(f"two runs give different bits in output {i}")
-                for name, a in grads.items():
-                    if _bits_differ(a, grads2[name]):
-                        raise Fault(f"two runs give different bits in d{name}")
-        errors = reference.judge(outputs, grads)
-    except Fault:
-        raise
-    except Exception as error:  # a launch that fails, a shape that is wrong
-        raise Fault(first_line(error)) from error
-    for error in errors:
-        if not error.passed:
-            raise Fault(str(error))
-    return max((error.share for error in errors), default=0.0)
 
 
 @dataclass(frozen=True)

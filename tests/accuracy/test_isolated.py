@@ -14,12 +14,12 @@ import pytest
 import torch
 from numerics import DEVICE
 
-from fastvit_kernels.accuracy.runner import device_lost, run_case
+from fastvit_kernels.accuracy.runner import run_case
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
 from tests.check import all_configs, selection, worker
 from tests.check.__main__ import main
-from tests.check.isolated import Job, Outcome, run_isolated
+from tests.check.isolated import Job, Outcome, device_lost, run_isolated
 from tests.check.results_cache import ResultsCache
 
 pytest.importorskip("rich")

@@ -9,8 +9,9 @@ from numerics import DEVICE, rand
 import fastvit_kernels as fk
 from fastvit_kernels.accuracy.accuracy import Reference
 from fastvit_kernels.accuracy.op import Case
-from fastvit_kernels.accuracy.runner import Fault, check, poisoned, run_case
+from fastvit_kernels.accuracy.runner import poisoned, run_case
 from fastvit_kernels.ops.norm.functions import layer_norm_ref
+from tests.check.all_configs import Fault, check
 
 
 @pytest.fixture(autouse=True)

@@ -8,20 +8,67 @@ that config.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastvit_kernels.accuracy.accuracy import Reference
 from fastvit_kernels.accuracy.op import Case, run_backward
-from fastvit_kernels.accuracy.runner import Fault, check, first_line
+from fastvit_kernels.accuracy.runner import first_line, poisoned
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.configs import TABLES, Choice, forced, recording
 from fastvit_kernels.runtime.tuned_table import fields
 
 Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
+
+
+class Fault(AssertionError):
+    """What a function does wrong: one line."""
+
+
+def _bits_differ(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is not b
+    return not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _repeats(choice: Choice) -> bool:
+    table = TABLES[choice.table]
+    return table.choose(choice.gpu, *choice.key) not in table.unrepeatable
+
+
+def check(reference: Reference, function: Callable[..., Any], *, repeats: int = 2) -> float:
+    """Run a function `repeats` times with poisoned outputs, by the 2x rule and bit for bit; once,
+    where what it takes is known to give other bits each time.
+
+    Returns: the largest error as a share of its limit, over the outputs and every gradient.
+    Raises: Fault, also where the function raises.
+    """
+    try:
+        with poisoned():
+            with recording() as choices:
+                outputs, grads = reference.run(function)
+            for _ in range(repeats - 1 if all(map(_repeats, choices)) else 0):
+                outputs2, grads2 = reference.run(function)
+                for i, (a, b) in enumerate(zip(outputs, outputs2, strict=True)):
+                    if _bits_differ(a, b):
+                        raise Fault(f"two runs give different bits in output {i}")
+                for name, a in grads.items():
+                    if _bits_differ(a, grads2[name]):
+                        raise Fault(f"two runs give different bits in d{name}")
+        errors = reference.judge(outputs, grads)
+    except Fault:
+        raise
+    except Exception as error:  # a launch that fails, a shape that is wrong
+        raise Fault(first_line(error)) from error
+    for error in errors:
+        if not error.passed:
+            raise Fault(str(error))
+    return max((error.share for error in errors), default=0.0)
 
 
 @contextmanager

@@ -22,6 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from fastvit_kernels.accuracy.runner import first_line
 from fastvit_kernels.commands.console import term_interrupts
 
 POLL_S = 0.05
@@ -160,3 +163,20 @@ def run_isolated(
 def python(*words: str) -> tuple[str, ...]:
     """The command that runs a module with this interpreter."""
     return (sys.executable, "-m", *words)
+
+
+def device_lost(device: torch.device) -> str | None:
+    """The error that a CUDA context keeps after an illegal access; None where the device works.
+
+    An error of one launch is reported once: a context that reports it at the second synchronisation
+    too is lost, and every later launch of its process fails.
+    """
+    if device.type != "cuda":
+        return None
+    for _ in range(2):
+        try:
+            torch.cuda.synchronize(device)
+            return None
+        except RuntimeError as error:
+            found = first_line(error)
+    return found

@@ -22,14 +22,14 @@ import torch
 
 from fastvit_kernels.accuracy.cases import cases_on
 from fastvit_kernels.accuracy.op import Case
-from fastvit_kernels.accuracy.runner import Result, device_lost, quiet_interpreter, run_case
+from fastvit_kernels.accuracy.runner import Result, quiet_interpreter, run_case
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 from . import all_configs
 from .all_configs import Reached, Run
 from .config_cases import config_cases
-from .isolated import Job, Outcome, python
+from .isolated import Job, Outcome, device_lost, python
 
 LOST = 4  # exit status of a process whose device is lost
 
