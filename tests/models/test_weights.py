@@ -188,13 +188,6 @@ def test_transformers(generation, prefix):
     torch.testing.assert_close(model(_images()), source(_images()).logits)
 
 
-def test_transformers_base_model_with_pooler():
-    source = _randomised(transformers.ViTModel(_hf_config(pooler_output_size=C)))
-    model = _vit(norm_eps=1e-12, representation_size=C, num_classes=0)
-    _assert_complete(load_weights(model, source.state_dict()))
-    torch.testing.assert_close(model(_images()), source(_images()).pooler_output)
-
-
 def test_transformers_deit_dist_token():
     config = _hf_config(transformers.DeiTConfig, intermediate_size=4 * C)
     source = _randomised(transformers.DeiTForImageClassification(config))
@@ -249,24 +242,6 @@ def test_jax_matches_timm(tmp_path):
     source.load_pretrained(str(tmp_path / "vit.npz"))
     load_weights(model, tmp_path / "vit.npz")
     torch.testing.assert_close(model(_images()), source(_images()))
-
-
-def test_jax_pre_logits_and_bfloat16():
-    source, model = _vit(seed=1, representation_size=16), _vit(seed=2, representation_size=16)
-    arrays = {
-        name: torch.from_numpy(x).bfloat16().view(torch.int16).numpy().view("V2")
-        for name, x in _npz(source).items()
-    }
-    _assert_complete(load_weights(model, arrays))
-    _assert_equal_models(model, source.bfloat16().float())
-
-
-def test_jax_patch_matrix():
-    source, model = _vit(seed=1), _vit(seed=2)
-    arrays = _npz(source)
-    arrays["embedding/kernel"] = arrays["embedding/kernel"].reshape(-1, C).astype(">f4")
-    _assert_complete(load_weights(model, arrays))
-    _assert_equal_models(model, source)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".PT", ".bin", ".safetensors"])

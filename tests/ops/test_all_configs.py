@@ -14,8 +14,6 @@ import pytest
 import torch
 from numerics import DEVICE
 
-import fastvit_kernels as fk
-from fastvit_kernels.accuracy import runner
 from fastvit_kernels.accuracy.op import Case
 from fastvit_kernels.runtime import configs as launch_configs
 from fastvit_kernels.runtime.backend import gpu
@@ -99,7 +97,6 @@ def planted(monkeypatch):
     monkeypatch.setattr(command, "TABLES", tables)
     monkeypatch.setattr(selection, "TABLES", tables)
     monkeypatch.setattr(worker, "TABLES", tables)
-    monkeypatch.setattr(runner, "TABLES", tables)
     monkeypatch.setattr(launch_configs, "_on_change", [])
     here = gpu(torch.device("cpu"))
     route = ConfigTable(
@@ -153,32 +150,3 @@ def test_check_all_configs_prints_counts_and_json(planted, monkeypatch, capsys):
     *runs, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert summary["passed"] is False and len(runs) == 4
     assert {run["table"] for run in runs} == {"route", "tile"}
-
-
-@pytest.fixture
-def two_keys(planted):
-    """Asks a table with a small key and with a large one; HIDDEN fits the large one alone, and
-    gives other bits at each call."""
-    here, calls, backends = gpu(torch.device("cpu")), [], []
-    table = ConfigTable(
-        "tile of two",
-        [RIGHT, HIDDEN],
-        lambda *_: RIGHT,
-        lambda gpu, config, size: config is RIGHT or size > 8,
-    )
-
-    def double(x):
-        calls.append(table.choose(here, 8))
-        backends.append(fk.get_backend())
-        hidden = table.choose(here, 16) is HIDDEN
-        return x * (2.0 + hidden * 2**-22 * (len(calls) % 2))
-
-    return Case("two keys", double, lambda x: x * 2.0, planted.make), backends
-
-
-def test_a_config_fits_a_case_where_one_of_its_keys_does(two_keys):
-    case, _ = two_keys
-    (reached,) = all_configs.reached_by(case, ())
-    assert [c.key for c in reached.choices] == [(8,), (16,)]
-    assert reached.configs() == [RIGHT, HIDDEN]
-    assert reached.configs({("tile of two", RIGHT)}) == [HIDDEN]

@@ -6,15 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
-from torch import library
 
 from fastvit_kernels.ops.patch_embed.functions import (
-    _alignment,
     patch_embed,
-    patch_embed_bwd_images,
-    patch_embed_bwd_tokens,
-    patch_embed_bwd_weight,
-    patch_embed_fwd,
     patch_embed_ref,
 )
 from fastvit_kernels.runtime.backend import backend
@@ -102,13 +96,6 @@ def test_layouts():
     assert_accurate(*BOTH, inputs | dict(images=frames_first.requires_grad_()))
 
 
-def test_the_hint_of_alignment_divides_each_stride():
-    """What a GPU loads in vectors by it would lie off them: crops of a wider tensor, and taller."""
-    hints = [_alignment(torch.empty(2, 3, 40, w)[..., :32].stride(), 16) for w in (32, 40, 33)]
-    assert hints == [16, 8, 1]
-    assert _alignment(torch.empty(2, 3, 32, 64)[..., ::2].stride(), 16) == 1
-
-
 def test_kept_patches_of_a_shared_list_and_a_strided_gradient():
     inputs = _inputs(*CASES["p4x3"], keep=True)
     inputs["keep"] = inputs["keep"][:1].expand(3, -1)
@@ -175,18 +162,3 @@ def test_an_index_out_of_range_reads_nothing():
         patch_embed(**inputs)
     with checked_values():
         patch_embed(**inputs | dict(keep=good))
-
-
-def test_operators_pass_opcheck():
-    inputs = _inputs((2, 3, 4, 8, 4), 20, (2, 4, 4), 1, "all", 3, bf16, keep=True)
-    values = {n: x.detach() for n, x in inputs.items()}
-    images, weight, keep = values["images"], values["weight"], values["keep"]
-    dout = rand(2, 4, 20, grad=False)
-    for operator, *arguments in (
-        (patch_embed_fwd, (*values.values(), fp32)),
-        (patch_embed_bwd_weight, (dout, images, [2, 4, 4], keep, bf16, fp32)),
-        (patch_embed_bwd_tokens, (dout, 1, 4, 5, keep, fp32, bf16, fp32)),
-        (patch_embed_bwd_tokens, (dout, 1, 4, 4, keep, None, None, fp32)),
-        (patch_embed_bwd_images, (dout, weight, images.shape, keep, bf16)),
-    ):
-        library.opcheck(operator.registered, *arguments)

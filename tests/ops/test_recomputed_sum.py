@@ -1,7 +1,6 @@
 """recomputed_sum: a LayerNorm's input, made again by the linear layer before it, bit for bit."""
 
 import gc
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -105,25 +104,6 @@ def test_recomputed_sum_is_no_chain(made):
         assert found == [True, False, True, False]
         x.sum().backward()
     assert len(made) == 2
-
-
-def test_recomputed_sum_of_a_view_that_is_saved():
-    """Turned, it has the sum's shape where there are as many tokens as columns."""
-    p = _inputs() | {"x": rand(B, C, C)}
-    names = ("x", "norm1", "proj", "bias")
-
-    def gradients(low):
-        with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
-            y, first = layer_norm_and_input(p["x"] * 1.0, p["norm1"], out_dtype=torch.float16)
-            x = linear(y, p["proj"], p["bias"], residual=first)
-            with recomputed_sum(x) if low else nullcontext() as again:
-                out = x.mT.square() + x.flatten(1).square().view_as(x)
-            assert low == (again is not None)
-        upstream = rand(*out.shape, seed=9, grad=False)
-        return torch.autograd.grad(out, [p[name] for name in names], upstream)
-
-    for a, b in zip(gradients(low=True), gradients(low=False), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_recomputed_sum_leaves_other_inputs_alone():

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
-from torch import library
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
@@ -192,35 +191,6 @@ def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
     with fk.backend("triton"):
         assert_accurate(partial(run, own, linear), partial(run, norm_ref, linear_ref), inputs)
     assert passes == [1]  # that of the last linear, which no norm reads
-
-
-def test_operators_have_schemas_and_fakes():
-    from fastvit_kernels.ops import linear as lin
-    from fastvit_kernels.ops.norm import functions as norms
-
-    samples, x = _samples(), rand(B, T, C, grad=False)
-    w, b = rand(C, seed=1, grad=False), rand(C, seed=2, grad=False)
-    tests = ("test_schema", "test_faketensor")
-    y, stats = norms.layer_norm_fwd(x, w, b, 1e-6, fp32, True, samples)
-    _, rstd = norms.rms_norm_fwd(x, w, None, 1e-6, fp32, True, samples)
-    weight = rand(C, C, seed=3, grad=False)
-    calls = [
-        (norms.layer_norm_fwd, (x, w, b, 1e-6, bf16, True, samples)),
-        (norms.layer_norm_bwd, (y, x, x, w, stats, fp32, True, samples)),
-        (
-            norms.layer_norm_rows_bwd,
-            (y, x, x, w, stats, fp32, True, bf16, keep_samples(B, 0.6, DEVICE), True, samples),
-        ),
-        (norms.rms_norm_fwd, (x, w, None, 1e-6, bf16, True, samples)),
-        (norms.rms_norm_bwd, (y, x, x, w, rstd, fp32, True, samples)),
-        (lin.linear_fwd, (y, weight, b, x, w, samples, "gelu", fp32, True)),
-        (
-            lin.linear_bwd,
-            (x, y, weight, b, None, w, samples, "", fp32, fp32, fp32, fp32, fp32),
-        ),
-    ]
-    for op, args in calls:
-        library.opcheck(op.registered, args, test_utils=tests)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -75,48 +74,6 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
     bind_launch(Kernel(), (1,), BLOCK_M=16)(Output())
     assert seen == [device] and current == [0]
-
-
-@pytest.fixture
-def picked(monkeypatch):
-    """A kernel that Triton's own `run` picks on device `at[-1]`: all launches, by who made them."""
-    seen, at, answers = [], [0], []
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: seen.append(("as it is", grid, args))
-
-    class Kernel:
-        arg_names: ClassVar = ["y_ptr", "B", "BLOCK_M"]
-        pre_run_hooks: ClassVar = []
-
-        def run(self, *args, grid, warmup, **_):
-            seen.append(("run", grid, args))
-            return answers.pop() if answers else Compiled()
-
-    driver = SimpleNamespace(get_current_device=lambda: at[-1])
-    monkeypatch.setattr(runtime_triton, "driver", SimpleNamespace(active=driver))
-    monkeypatch.setattr(runtime_triton, "_RUN", Kernel.run)
-    launch = bind_launch(Kernel(), (3,), 5, BLOCK_M=16)
-    return SimpleNamespace(
-        launch=lambda: [seen.clear(), launch(torch.zeros(1)), seen[0][0]][-1],
-        kernel=Kernel,
-        seen=seen,
-        at=at,
-        answers=answers,
-    )
-
-
-def test_who_watches_sees_launches_of_a_picked_kernel(picked, monkeypatch):
-    """bench/host.py, machine/aot.py and traffic/counting.py put their own in place of `run`."""
-    assert [picked.launch(), picked.launch()] == ["run", "as it is"]
-    with monkeypatch.context() as patch:
-        watch = lambda self, *args, **_: picked.seen.append(("watched", args))  # noqa: E731
-        patch.setattr(picked.kernel, "run", watch)
-        assert [picked.launch(), picked.launch()] == ["watched", "watched"]
-    assert picked.launch() == "as it is"
-    monkeypatch.setattr(picked.kernel, "pre_run_hooks", [print])
-    assert [picked.launch(), picked.launch()] == ["run", "run"]
 
 
 # Triton's own choice of a kernel, up to the launch: `bind_launch` must not make another one.

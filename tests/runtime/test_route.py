@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +13,21 @@ import torch.nn.functional as F
 from numerics import DEVICE, rand
 from private import (
     FakeTensorMode,
-    NoDispatch,
     TorchDispatchMode,
     TwoTensor,
     has_no_memory,
     negative_view,
-    no_torch_function,
     tree_leaves,
     tree_map_only,
     zero_without_memory,
 )
-from replaced import operators
 from tiny_calls import every_launch, op_and_inputs, step
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
+from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime.operator import LAUNCHERS
 
 
 class Tagged(Tensor):
@@ -57,19 +54,6 @@ def leaked(x):
     kept = []
     torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
     return kept[0]
-
-
-class Seen(Tensor):
-    """Memory as a Tensor's, and a dispatch that keeps the names of what it is given to."""
-
-    names: ClassVar[list[str]] = []
-    __torch_function__ = no_torch_function
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        cls.names.append(str(func))
-        with NoDispatch():
-            return func(*args, **(kwargs or {}))
 
 
 INDIRECT = {
@@ -122,23 +106,6 @@ def test_a_gradient_whose_memory_is_not_its_value_is_resolved(kind):
     (wanted,) = torch.autograd.grad(outputs, x, (dy, _plain(upstream)), retain_graph=True)
     (got,) = torch.autograd.grad(outputs, x, (dy, upstream))
     torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_a_gradient_with_a_dispatch_sees_the_operator():
-    x, upstream = rand(2, 3, 16), rand(2, 3, 16, seed=2, grad=False)
-    (wanted,) = torch.autograd.grad(fk.layer_norm(x), x, upstream)
-    Seen.names.clear()
-    (got,) = torch.autograd.grad(fk.layer_norm(x), x, upstream.as_subclass(Seen))
-    assert Seen.names == ["fastvit_kernels.layer_norm_bwd.default"]
-    assert torch.equal(got, wanted)
-
-
-def test_operators_resolve_a_negated_view():
-    x = rand(2, 3, 16, grad=False)
-    y, _ = torch.ops.fastvit_kernels.layer_norm_fwd(
-        negative_view(-x), None, None, 1e-6, torch.float32, False
-    )
-    torch.testing.assert_close(y, fk.layer_norm(x))
 
 
 def test_a_class_with_a_dispatch_of_its_own_takes_the_pytorch_path():
@@ -241,34 +208,17 @@ def test_a_jacobian_in_one_batch(op):
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-@every_op
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_trace_has_gradients(op):
-    x, weight = rand(2, 3, 16), rand(16, 16, seed=1, grad=False)
-    traced = torch.jit.trace(lambda x: OPS[op](x, weight), x, check_trace=False)
-    wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), x)
-    torch.testing.assert_close(torch.autograd.grad(traced(x).square().sum(), x), wanted)
-
-
-def test_both_routes_have_every_operator():
-    found = operators()
-    assert found.keys() == LAUNCHERS.keys()
-    for name, launcher in LAUNCHERS.items():
-        assert found[name].eager is launcher.__wrapped__
-        assert found[name].registered is getattr(torch.ops.fastvit_kernels, name).default
-
-
 class Fakes(TorchDispatchMode):
     """Each call of an operator once more without values: what a compiler expects of it."""
 
     def __init__(self):
         super().__init__()
-        self.seen: set[str] = set()
+        self.calls: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "fastvit_kernels":
-            self.seen.add(func.name().partition("::")[2].partition(".")[0])
+            self.calls.setdefault(func, args)
             with FakeTensorMode() as mode:
                 expected = func(*tree_map_only(Tensor, mode.from_tensor, args))
             for real, fake in zip(tree_leaves(out), tree_leaves(expected), strict=True):
@@ -278,7 +228,7 @@ class Fakes(TorchDispatchMode):
 
 
 @every_launch
-def test_fakes_are_like_what_the_operators_give(op):
+def test_operator_fakes_and_schemas(op):
     """With every gradient, and with each alone."""
     function, inputs = op_and_inputs(op)
     with Fakes() as fakes:
@@ -287,7 +237,9 @@ def test_fakes_are_like_what_the_operators_give(op):
             some = [t.detach().requires_grad_(t is x) for t in inputs]
             out = function(*some)
             out.backward(torch.ones_like(out))
-    assert fakes.seen
+    assert fakes.calls
+    for operator, args in fakes.calls.items():
+        opcheck(operator, args, test_utils=("test_schema",))
 
 
 # What a step multiplies: a call, its tensors' shapes, and the numbers of its attention, B H T T D.
