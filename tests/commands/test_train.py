@@ -313,30 +313,6 @@ def test_a_compiled_model_in_bf16(tmp_path, monkeypatch):
     assert compiled and any(seen)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(
-            class_token=False, global_pool="avg", reg_tokens=2, no_embed_class=True, pre_norm=True
-        ),
-        dict(init_values=0.3, reg_tokens=1, act_layer="quick_gelu", qkv_bias=False, num_classes=3),
-        dict(global_pool="avg", fc_norm=False, pool_include_prefix=True, norm_eps=1e-5),
-    ],
-    ids=["mnist", "avg", "layer_scale", "mean_of_all"],
-)
-def test_plain_vit_is_the_model(options):
-    """The reference against the model's own PyTorch path, in float64."""
-    model = create_vit("vit_mnist", **options).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    images = torch.randn(2, 1, 28, 28, dtype=torch.float64)
-    with backend("torch"):
-        ours = model(images)
-    plain = plain_vit.plain_vit(model, dict(model.named_parameters()), images)
-    torch.testing.assert_close(plain, ours)
-
-
 def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
     """An epoch of each backend from the same weights."""
     for name, value in dict(embed_dim=16, depth=1, num_heads=2, patch_size=4).items():
