@@ -203,7 +203,7 @@ def _interprets_bf16() -> bool:
         above = TensorHandle(np.array([1 + 2**-8 + 2**-9], np.float32), tl.float32)
         bits = interpreter_builder.cast_impl(above, tl.bfloat16).data
         return float(square.data.item()) == 2.25 and int(bits.item()) == 0x3F81  # 1 + 2**-7
-    except (ImportError, AttributeError, TypeError):  # another interpreter, which nobody has tried
+    except (ImportError, AttributeError, TypeError):  # another interpreter, not tried
         return False
 
 

@@ -79,21 +79,11 @@ def _has(name: str) -> bool:
 
 # Dispatch modes at work. Gone: as if there were one, so calls go through registered operators, and
 # swapped models run their host's forward.
-_stack_of_modes = _find(
-    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack", gone=None, tried=()
-)
 _NUM_MODES = "torch:_C._len_torch_dispatch_stack"
-num_modes: Callable[[], int] = _find(
-    _NUM_MODES,
-    tried=(),
-    gone=(lambda: len(_stack_of_modes())) if _stack_of_modes else (lambda: 1),
-)
+num_modes: Callable[[], int] = _find(_NUM_MODES, tried=(), gone=lambda: 1)
 # torch.func transforms at work. Gone: as if there were one, so the specification runs.
-_peek_transform = _find("torch:_C._functorch.peek_interpreter_stack", gone=lambda: True, tried=())
 in_transform: Callable[[], bool] = _find(
-    "torch:_C._are_functorch_transforms_active",
-    tried=(),
-    gone=lambda: _peek_transform() is not None,
+    "torch:_C._are_functorch_transforms_active", tried=(), gone=lambda: True
 )
 # torch.jit.trace. Gone: its public twin, a function of Python.
 is_jit_tracing = _find("torch:_C._is_tracing", gone=torch.jit.is_tracing, tried=())
@@ -110,25 +100,10 @@ is_fx_tracing: Callable[[], bool] = _find(
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # others come with a mode or subclasses
 
 
-class _ProbedLevel:
-    """Forward mode's level without its name: a dual tensor can be made at a level only."""
-
-    @property
-    def _current_level(self) -> int:
-        try:
-            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
-        except RuntimeError:
-            return -1
-        return 0
-
-
-# The level of forward-mode differentiation, below 0 without. Gone: tried out, 10 us a call.
-_forward_ad: Any = (
-    forward_ad if _has("torch.autograd.forward_ad:_current_level") else _ProbedLevel()
-)
-
-
-forward_level: Callable[[], int] = partial(getattr, _forward_ad, "_current_level")
+# The level of forward-mode differentiation, below 0 without. Gone: as if there were one, so the
+# specification runs.
+_has("torch.autograd.forward_ad:_current_level")
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", 0)
 
 
 def in_forward_mode() -> bool:
@@ -136,7 +111,7 @@ def in_forward_mode() -> bool:
 
 
 def needs_dispatcher() -> bool:
-    """Whether somebody wants to see operators: a compiler, transform, mode, trace or profiler."""
+    """Whether a compiler, transform, mode, trace or profiler wants to see operators."""
     return (
         is_dynamo_compiling()
         or num_modes() > 0
@@ -148,7 +123,7 @@ def needs_dispatcher() -> bool:
 
 
 def is_observed() -> bool:
-    """Whether anybody may want what modules and operators do, of whatever kind: the quick look."""
+    """Whether anything may watch what modules and operators do: the quick look."""
     # An export to ONNX traces by torch.jit, compiles or has a mode.
     watched = num_modes() > 0 or in_transform() or forward_level() >= 0
     return watched or is_jit_tracing() or is_fx_tracing() or has_global_hook()
@@ -220,15 +195,11 @@ FunctionalTensor: Any = _find(
 )
 
 
-def _has_inner_tensors(x: object) -> bool:
-    return hasattr(x, "__tensor_flatten__") and hasattr(type(x), "__tensor_unflatten__")
-
-
-# A tensor made of others (a DTensor, a quantised weight). Gone: by the two methods it must have.
+# A tensor made of others (a DTensor, a quantised weight). Gone: by a method it must have.
 is_wrapper: Callable[[Any], bool] = _find(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
     tried=(None,),
-    gone=_has_inner_tensors,
+    gone=lambda x: hasattr(type(x), "__tensor_unflatten__"),
 )
 
 # How often a tensor was written to. Gone: each asking has an answer of its own, so that nothing
@@ -248,7 +219,7 @@ _top_saves_hooks = _find(
 
 
 def saves_are_hooked() -> bool:
-    """Whether somebody decides what autograd saves."""
+    """Whether hooks decide what autograd saves."""
     return _top_saves_hooks(True) is not None
 
 
@@ -270,7 +241,7 @@ def is_recorded(x: Tensor) -> bool:
 
 
 def reads_last(x: Tensor) -> bool:
-    """In a backward on x's device: whether nobody reads again what was saved for it."""
+    """In a backward on x's device: whether what was saved for it is read for the last time."""
     return not (_keeps_saves() or is_recorded(x))
 
 
@@ -408,7 +379,7 @@ def active_driver(driver: Any) -> Any:
 
 
 # Said once: numbers are right, and nothing is fused.
-FUSED_IS_OFF = None in _HOOKS or (_stack_of_modes is None and not _has(_NUM_MODES))
+FUSED_IS_OFF = None in _HOOKS or _NUM_MODES in MISSING
 if FUSED_IS_OFF:
     warnings.warn(
         f"torch {torch.__version__} has no {', '.join(MISSING)}: swapped models run their host's "

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .backend import Gpu
-from .tables import TABLES, Key, Tuned
 
+Key = tuple[int | str, ...]
+Tuned = Mapping[tuple[str, Key], Any]  # (table, key) -> config
 Config = TypeVar("Config", bound=tuple)  # a NamedTuple of ints, strings and booleans
 Plan = TypeVar("Plan")
 
@@ -30,6 +31,7 @@ class Choice(NamedTuple):
     key: Key
 
 
+TABLES: dict[str, Any] = {}  # name -> ConfigTable
 _tuned: dict[str, Tuned] = {}  # name of a GPU -> what the user measured there
 _forced: dict[str, Any] = {}  # table -> config, or a rule that gives one
 _recorders: list[dict[Choice, None]] = []

@@ -2,10 +2,9 @@
 
 Checks and choices depend on what kind of call it is (shapes, dtypes, devices, scalars), never on
 strides or values: `cached_dispatch` makes them at the first call of a kind and keeps the answer, a
-`CallSpec` of the op. Its `route` says how the kernels are called: EAGER, their launchers, where
-nobody watches; REGISTERED, torch's operators, where a compiler, a transform, a dispatch mode, a
-profiler or a tensor subclass looks on; None where PyTorch's specification must run. Figures:
-docs/benchmarks.md, "host".
+spec of the op. Its `route` says how the kernels are called: EAGER, their launchers, outside
+torch.compile, transforms, dispatch modes, profilers and tensor subclasses; REGISTERED, torch's
+operators, inside; None where PyTorch's specification must run. Figures: docs/benchmarks.md, "host".
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def _own_dispatch(x: Tensor | None) -> str | None:
 
 
 def backward_route(route: Route, *grads: Tensor | None) -> Route:
-    """The route of a backward: the forward's, unless by now somebody watches, or a gradient's
+    """The route of a backward: the forward's, unless by now a mode is active, or a gradient's
     memory does not hold its values as they are."""
     if route is not EAGER or compat.needs_dispatcher():
         return REGISTERED

@@ -11,7 +11,7 @@ from .compat import has_global_hook, is_wrapper
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether somebody watches calls of `module`: a hook, its own or a global one, or a forward
+    """Whether calls of `module` are watched: by a hook, its own or a global one, or by a forward
     set on the instance. Such a module must be called, not bypassed."""
     return bool(
         module._forward_hooks

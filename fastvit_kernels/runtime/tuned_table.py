@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .backend import Gpu
+from .configs import TABLES, Key, Tuned
 from .files import write_text
-from .tables import TABLES, Key, Tuned
 from .triton import triton
 from .version import __version__
 
