@@ -10,7 +10,7 @@ With d = row_scale * dy and sums over the M rows of x:
 
 Saved: x, z, W1, W2. a is not: the pass that reads z for act'(z) writes act(z) again, from the same
 bits, so every gradient keeps its bits. With recompute=False a is saved too. dz takes z's memory
-where nobody else can see it: no hook of others on what is saved, no retain_graph, no CUDA graph.
+where no other code can see it: no hook of others on what is saved, no retain_graph, no CUDA graph.
 Precision: fp32 accumulators and epilogues; z and a are rounded to the compute dtype. No atomics.
 Routes as for linear; in the Triton one act'(z), the rebuilt a and the partials of db1 ride in the
 epilogue of the product that gives dz. Derivation: docs/mlp.md.

@@ -27,7 +27,7 @@ from .norm.functions import layer_norm_fwd, rms_norm_fwd
 
 
 def is_hooked() -> bool:
-    """Whether somebody else decides what is saved; or nobody knows of changes in place."""
+    """Whether other hooks decide what is saved, or torch counts no changes in place."""
     return saves_are_hooked() or not KNOWS_VERSIONS
 
 
@@ -69,7 +69,7 @@ def recomputed_norm(
         y: `layer_norm(x, weight, bias, eps, out_dtype=y.dtype)`, as that returned it; where `norm`
             is "rms_norm", `rms_norm(x, weight, eps, out_dtype=y.dtype)`.
         x, weight, bias, eps, samples: its arguments; none may change in place before the backward.
-        recompute_fn: what `recomputed_sum(x)` gave; x comes from it, and nobody keeps x.
+        recompute_fn: what `recomputed_sum(x)` gave; x comes from it, and autograd keeps none.
 
     Without effect where the Triton kernels do not run, where no gradient is wanted, inside other
     hooks on saved tensors (a checkpoint computes all again, an offload keeps all elsewhere), and in

@@ -45,7 +45,7 @@ def _norm_before(layer: Any) -> Any:
 
 
 class _Recomputed:
-    """x once more. Whoever asks first makes it, and leaves it for the norm's backward."""
+    """x once more: the first read makes it, and leaves it for the norm's backward."""
 
     def __init__(self, x: Tensor, layer: Any, norm: Any):
         self.layer, self.norm = layer, norm

@@ -25,8 +25,8 @@ goes through memory, so that tiles of it come by TMA as those of lse do.
     summed[group]             what the blocks before have added to a tile of dq is back
     ready[pair], seen         delta of two query tiles is made; the loader has seen all of a head
 
-Nobody says that ds has been multiplied: before a group stores the next ds in the same place, it has
-waited for `made` of the pair's other tile, where the other group arrives after that product.
+No barrier says that ds has been multiplied: before a group stores the next ds in the same place, it
+has waited for `made` of the pair's other tile, where the other group arrives after that product.
 
 Deterministic: one thread adds to an address, in the order of the key blocks, since it waits for all
 its adds to be done (`_wait_written`; of .read alone a later add could overtake) between two blocks.

@@ -168,7 +168,7 @@ def layer_gradients(
     if not any(wanted):
         return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
     route = backward_route(spec.route, dy)
-    with deferred if route == EAGER else nullcontext():  # whose operator reads what is late once
+    with deferred if route == EAGER else nullcontext():  # the launcher reads it once
         saved = list(ctx.saved_tensors)
         row_scale = layer_scale + 1
         d, saved[row_scale], g, known = take(ctx, dy, saved[layer_scale], saved[row_scale])

@@ -263,11 +263,11 @@ def _patch_embed_fwd_kernel(
     # free (in an epilogue they spill), and prefix rows, whose pixels are 0, are then complete.
     # Rows past the last have a place too: a mask of columns alone leaves wide loads. In fp32 it
     # joins last: sums that begin at 0 round half as much.
-    LATE: tl.constexpr = HAS_ADDED and weight_ptr.dtype.element_ty == tl.float32
+    ADDED_LAST: tl.constexpr = HAS_ADDED and weight_ptr.dtype.element_ty == tl.float32
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if HAS_ADDED:
         added_ptrs = added_ptr + (offs_n[:, None] + place[None, :] * C)
-        if not LATE:
+        if not ADDED_LAST:
             acc = tl.load(added_ptrs, mask=mask_n[:, None], other=0.0)
     if HAS_KEEP:  # a patch that is not there reads no pixel and gives NaN
         acc = tl.where((listed & ~is_patch)[None, :], float("nan"), acc)
@@ -294,7 +294,7 @@ def _patch_embed_fwd_kernel(
         acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
 
     out_ptrs = out_ptr + row * C + (offs_n[:, None] + offs_m[None, :] * C)
-    if LATE:
+    if ADDED_LAST:
         acc += tl.load(added_ptrs, mask=mask_n[:, None], other=0.0)
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, out, mask=mask_n[:, None] & mask_m[None, :])
