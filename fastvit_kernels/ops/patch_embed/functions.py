@@ -87,15 +87,15 @@ def grid_of(images: Sequence[int], patch: Sequence[int]) -> tuple[int, ...]:
     return tuple(n // p for n, p in zip(images[2:], patch, strict=True))
 
 
-def _strides(strides: Sequence[int]) -> tuple[int, int, int, int, int]:
-    """Of batch, channels, frames, rows and columns; an image has one frame."""
+def _strides(strides: Sequence[int]) -> kernels.ImageStrides:
+    """An image has one frame."""
     b, c, *t, h, w = strides
-    return b, c, t[0] if t else 0, h, w
+    return kernels.ImageStrides(b, c, t[0] if t else 0, h, w)
 
 
-def _patch_constants(patch: Sequence[int]) -> dict[str, int | None]:
+def _patch(channels: int, patch: Sequence[int], strides: Sequence[int]) -> kernels.Patch:
     *t, h, w = patch
-    return dict(PATCH_T=t[0] if t else None, PATCH_H=h, PATCH_W=w)
+    return kernels.Patch(channels, t[0] if t else None, h, w, _alignment(strides, w))
 
 
 def _alignment(strides: Sequence[int], patch_w: int) -> int:
@@ -195,17 +195,17 @@ def _fwd_plan(
         num_prefix,
         num_patches,
         *grid[-2:],
-        *_strides(strides),
-        CHANNELS=channels,
-        **_patch_constants(patch),
-        ALIGN=_alignment(strides, patch[-1]),
+        _strides(strides),
+        PATCH=_patch(channels, patch, strides),
         HAS_ADDED=added is not None,
         HAS_KEEP=num_kept is not None,
-        FENCE=images_dtype == dtype and needs_fence(gpu, dtype, precision),
-        INPUT_PRECISION=precision,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        TILE=kernels.GemmTile(
+            images_dtype == dtype and needs_fence(gpu, dtype, precision),
+            precision,
+            block_m,
+            block_n,
+            block_k,
+        ),
         **config.options(),
     )
     return FwdPlan((B, T, C), tokens, added, launch)
@@ -294,33 +294,15 @@ def patch_embed_bwd_weight(
     partial = dweight
     if splits > 1:
         partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
-    precision, align = matmul_precision(), _alignment(images.stride(), patch[-1])
+    precision, constants = matmul_precision(), _patch(images.shape[1], patch, images.stride())
     # For a second block on an SM ptxas would spill 8 bytes.
-    fits = {10: align >= 4, 12: images.itemsize < 4 or VERSION < (3, 9)}
+    fits = {10: constants.ALIGN >= 4, 12: images.itemsize < 4 or VERSION < (3, 9)}
     spills = not fits.get(gpu(dout.device).family, True)
+    fence = images.dtype == dout.dtype == compute_dtype
+    fence = fence and needs_fence(gpu(dout.device), compute_dtype, precision)
     launch = bind_launch(
         kernels._patch_embed_bwd_weight_kernel,
         (tiles, splits),
-        CHANNELS=images.shape[1],
-        **_patch_constants(patch),
-        ALIGN=align,
-        HAS_KEEP=keep is not None,
-        PIXELS_LEFT=images.dtype == compute_dtype,
-        FENCE=images.dtype == dout.dtype == compute_dtype
-        and needs_fence(gpu(dout.device), compute_dtype, precision),
-        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]),
-        INPUT_PRECISION=precision,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **config.options(),
-        **({"maxnreg": 168} if spills else {}),
-    )
-    launch(
-        partial,
-        dout,
-        images,
-        contiguous(keep),
         num_rows,
         rows_per_split,
         C,
@@ -328,8 +310,16 @@ def patch_embed_bwd_weight(
         rows_per_image,
         num_patches,
         *grid[-2:],
-        *_strides(images.stride()),
+        _strides(images.stride()),
+        PATCH=constants,
+        HAS_KEEP=keep is not None,
+        PIXELS_LEFT=images.dtype == compute_dtype,
+        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]),
+        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
+        **config.options(),
+        **({"maxnreg": 168} if spills else {}),
     )
+    launch(partial, dout, images, contiguous(keep))
     if splits > 1:
         column_sum(partial, dweight.view(-1))
     return dweight
@@ -435,33 +425,23 @@ def patch_embed_bwd_images(
     block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
     block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
     precision = matmul_precision()
+    fence = dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype, precision)
     launch = bind_launch(
         kernels._patch_embed_bwd_images_kernel,
         (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
-        CHANNELS=channels,
-        **_patch_constants(patch),
-        ALIGN=_alignment(dimages.stride(), patch[-1]),
-        HAS_KEEP=keep is not None,
-        FENCE=dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype, precision),
-        INPUT_PRECISION=precision,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        **config.options(),
-    )
-    launch(
-        dimages,
-        dout,
-        weight,
-        contiguous(keep),
         num_rows,
         rows_per_image,
         C,
         T - rows_per_image,
         num_patches,
         *grid[-2:],
-        *_strides(dimages.stride())[:4],
+        _strides(dimages.stride()),
+        PATCH=_patch(channels, patch, dimages.stride()),
+        HAS_KEEP=keep is not None,
+        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
+        **config.options(),
     )
+    launch(dimages, dout, weight, contiguous(keep))
     return dimages
 
 

@@ -86,15 +86,42 @@ SLOTS_TILE = dict(BLOCK_P=64, BLOCK_J=64, num_warps=4)
 KEPT_TILE = dict(BLOCK_B=32, BLOCK_C=128, num_warps=4)
 
 
-class Images(NamedTuple):
-    """(B, channels, [frames,] height, width) in memory, in a grid of patches."""
+class Patch(NamedTuple):
+    """Constants of a patch."""
 
-    ptr: Any
-    stride_b: Any
-    stride_c: Any
-    stride_t: Any
-    stride_h: Any
-    stride_w: Any
+    CHANNELS: Any
+    FRAMES: Any  # None: an image has none
+    HEIGHT: Any
+    WIDTH: Any
+    ALIGN: Any  # a power of two that divides the offset of every run of pixels
+
+    @property
+    def AREA(self) -> int:
+        return (self.FRAMES or 1) * self.HEIGHT * self.WIDTH
+
+
+class GemmTile(NamedTuple):
+    FENCE: Any
+    INPUT_PRECISION: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+
+
+class ImageStrides(NamedTuple):
+    """Of (B, channels, [frames,] height, width)."""
+
+    b: Any
+    c: Any
+    t: Any
+    h: Any
+    w: Any
+
+
+class Images(NamedTuple):
+    """In a grid of patches."""
+
+    strides: Any
     grid_h: Any
     grid_w: Any
 
@@ -128,41 +155,28 @@ def kept_patches(keep_ptr, offs, mask, num_patches):
 
 
 @triton.jit
-def patch_offset(
-    images,
-    b,
-    p,
-    PATCH_T: tl.constexpr,
-    PATCH_H: tl.constexpr,
-    PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
+def patch_offset(images, b, p, PATCH: tl.constexpr):
     """Offset of the first pixel of patch p of image b, int64."""
-    row, column = p // images.grid_w, (p % images.grid_w).to(tl.int64) * PATCH_W
-    offset = b * images.stride_b + column * images.stride_w
-    if PATCH_T is not None:
-        offset += (row // images.grid_h).to(tl.int64) * PATCH_T * images.stride_t
+    ALIGN: tl.constexpr = PATCH.ALIGN
+    row, column = p // images.grid_w, (p % images.grid_w).to(tl.int64) * PATCH.WIDTH
+    offset = b * images.strides.b + column * images.strides.w
+    if PATCH.FRAMES is not None:
+        offset += (row // images.grid_h).to(tl.int64) * PATCH.FRAMES * images.strides.t
         row = row % images.grid_h
-    return tl.multiple_of(offset + row.to(tl.int64) * PATCH_H * images.stride_h, ALIGN)
+    return tl.multiple_of(offset + row.to(tl.int64) * PATCH.HEIGHT * images.strides.h, ALIGN)
 
 
 @triton.jit
-def pixel_offset(
-    images,
-    offs_k,
-    PATCH_T: tl.constexpr,
-    PATCH_H: tl.constexpr,
-    PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr,
-):
-    """Offset of pixel k from its patch's first pixel, int64: runs of PATCH_W neighbours."""
-    row = (offs_k // PATCH_W % PATCH_H).to(tl.int64)
-    offset = row * images.stride_h + (offs_k % PATCH_W).to(tl.int64) * images.stride_w
-    channel = offs_k // (PATCH_H * PATCH_W)  # and frame
-    if PATCH_T is not None:
-        offset += (channel % PATCH_T).to(tl.int64) * images.stride_t
-        channel = channel // PATCH_T
-    return tl.multiple_of(offset + channel.to(tl.int64) * images.stride_c, ALIGN)
+def pixel_offset(images, offs_k, PATCH: tl.constexpr):
+    """Offset of pixel k from its patch's first pixel, int64: runs of WIDTH neighbours."""
+    ALIGN: tl.constexpr = PATCH.ALIGN
+    row = (offs_k // PATCH.WIDTH % PATCH.HEIGHT).to(tl.int64)
+    offset = row * images.strides.h + (offs_k % PATCH.WIDTH).to(tl.int64) * images.strides.w
+    channel = offs_k // (PATCH.HEIGHT * PATCH.WIDTH)  # and frame
+    if PATCH.FRAMES is not None:
+        offset += (channel % PATCH.FRAMES).to(tl.int64) * images.strides.t
+        channel = channel // PATCH.FRAMES
+    return tl.multiple_of(offset + channel.to(tl.int64) * images.strides.c, ALIGN)
 
 
 @triton.jit
@@ -210,38 +224,19 @@ def _patch_embed_fwd_kernel(
     num_patches,
     grid_h,
     grid_w,
-    stride_images_b,
-    stride_images_c,
-    stride_images_t,
-    stride_images_h,
-    stride_images_w,
-    CHANNELS: tl.constexpr,
-    PATCH_T: tl.constexpr,
-    PATCH_H: tl.constexpr,
-    PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr,
+    strides,
+    PATCH: tl.constexpr,
     HAS_ADDED: tl.constexpr,
     HAS_KEEP: tl.constexpr,
-    FENCE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     # Rows m = b * T + t, prefix tokens included. The programs of one row block are neighbours, so
     # that its pixels come from DRAM once.
-    images = Images(
-        images_ptr,
-        stride_images_b,
-        stride_images_c,
-        stride_images_t,
-        stride_images_h,
-        stride_images_w,
-        grid_h,
-        grid_w,
-    )
-    AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
-    K: tl.constexpr = CHANNELS * AREA
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    images = Images(strides, grid_h, grid_w)
+    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
     pid = tl.program_id(0).to(tl.int64)
     blocks_n = tl.cdiv(C, BLOCK_N)
     row = pid // blocks_n * BLOCK_M
@@ -272,26 +267,26 @@ def _patch_embed_fwd_kernel(
     if HAS_KEEP:  # a patch that is not there reads no pixel and gives NaN
         acc = tl.where((listed & ~is_patch)[None, :], float("nan"), acc)
 
-    offs_patch = patch_offset(images, b, place - num_prefix, PATCH_T, PATCH_H, PATCH_W, ALIGN)
+    offs_patch = patch_offset(images, b, place - num_prefix, PATCH)
     patch_ptrs = images_ptr + offs_patch[None, :]
     mask_patch = (is_patch & mask_m)[None, :]
     # A column past C reads a row of weight that exists; the store drops what it gave.
     weight_ptrs = weight_ptr + tl.minimum(offs_n, C - 1)[:, None].to(tl.int64) * K
     for k in range(0, K, BLOCK_K):
         offs_k = k + tl.arange(0, BLOCK_K)
-        offs_pixel = pixel_offset(images, offs_k, PATCH_T, PATCH_H, PATCH_W, ALIGN)
+        offs_pixel = pixel_offset(images, offs_k, PATCH)
         pixel_ptrs = patch_ptrs + offs_pixel[:, None]
         if K % BLOCK_K == 0:
             weight = tl.load(weight_ptrs + offs_k[None, :])
             pixels = tl.load(pixel_ptrs, mask=mask_patch, other=0)
-            pixels = fenced(pixels, mask_patch, FENCE)
+            pixels = fenced(pixels, mask_patch, TILE.FENCE)
         else:
             mask_k = offs_k < K
             weight = tl.load(weight_ptrs + offs_k[None, :], mask=mask_k[None, :], other=0.0)
             mask = mask_k[:, None] & mask_patch
-            pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, FENCE)
+            pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, TILE.FENCE)
         # Images are often fp32 under autocast: this cast replaces a pass over them.
-        acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(weight, pixels.to(weight.dtype), acc, input_precision=TILE.INPUT_PRECISION)
 
     out_ptrs = out_ptr + row * C + (offs_n[:, None] + offs_m[None, :] * C)
     if ADDED_LAST:
@@ -314,46 +309,27 @@ def _patch_embed_bwd_weight_kernel(
     num_patches,
     grid_h,
     grid_w,
-    stride_images_b,
-    stride_images_c,
-    stride_images_t,
-    stride_images_h,
-    stride_images_w,
-    CHANNELS: tl.constexpr,
-    PATCH_T: tl.constexpr,
-    PATCH_H: tl.constexpr,
-    PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr,
+    strides,
+    PATCH: tl.constexpr,
     HAS_KEEP: tl.constexpr,
     PIXELS_LEFT: tl.constexpr,
-    FENCE: tl.constexpr,
     COMPUTE_DTYPE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     # Rows m = b * rows_per_image + i, patches only. Program (tile, s) sums row range s of one tile
     # of dweight, (BLOCK_K, BLOCK_N) where PIXELS_LEFT, else (BLOCK_N, BLOCK_K).
-    images = Images(
-        images_ptr,
-        stride_images_b,
-        stride_images_c,
-        stride_images_t,
-        stride_images_h,
-        stride_images_w,
-        grid_h,
-        grid_w,
-    )
-    AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
-    K: tl.constexpr = CHANNELS * AREA
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    images = Images(strides, grid_h, grid_w)
+    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
     blocks_k = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     split = tl.program_id(1).to(tl.int64)
     offs_n = pid // blocks_k * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = pid % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_n, mask_k = offs_n < C, offs_k < K
-    offs_pixel = pixel_offset(images, offs_k, PATCH_T, PATCH_H, PATCH_W, ALIGN)
+    offs_pixel = pixel_offset(images, offs_k, PATCH)
     first = split * rows_per_split
     last = tl.minimum(first + rows_per_split, num_rows)
     if PIXELS_LEFT:
@@ -367,23 +343,23 @@ def _patch_embed_bwd_weight_kernel(
         if HAS_KEEP:
             p, is_there = kept_patches(keep_ptr, offs_m, mask_m, num_patches)
             mask_m = mask_m & is_there
-        offs_patch = patch_offset(images, b, p, PATCH_T, PATCH_H, PATCH_W, ALIGN)
+        offs_patch = patch_offset(images, b, p, PATCH)
         offs_dout = (offs_m + (b + 1) * num_prefix) * C  # b + 1 prefix groups stand before row m
         if PIXELS_LEFT:
             pixel_ptrs = images_ptr + offs_pixel[:, None] + offs_patch[None, :]
             pixels = tl.load(pixel_ptrs, mask=mask_k[:, None] & mask_m[None, :], other=0)
             dout_ptrs = dout_ptr + offs_dout[:, None] + offs_n[None, :]
             mask = mask_m[:, None] & mask_n[None, :]
-            dout = fenced(tl.load(dout_ptrs, mask=mask, other=0.0), mask, FENCE)
+            dout = fenced(tl.load(dout_ptrs, mask=mask, other=0.0), mask, TILE.FENCE)
             left, right = pixels.to(COMPUTE_DTYPE), dout.to(COMPUTE_DTYPE)
         else:
             dout_ptrs = dout_ptr + offs_n[:, None] + offs_dout[None, :]
             dout = tl.load(dout_ptrs, mask=mask_n[:, None] & mask_m[None, :], other=0.0)
             pixel_ptrs = images_ptr + offs_patch[:, None] + offs_pixel[None, :]
             mask = mask_m[:, None] & mask_k[None, :]
-            pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, FENCE)
+            pixels = fenced(tl.load(pixel_ptrs, mask=mask, other=0), mask, TILE.FENCE)
             left, right = dout.to(COMPUTE_DTYPE), pixels.to(COMPUTE_DTYPE)
-        acc = tl.dot(left, right, acc, input_precision=INPUT_PRECISION)
+        acc = tl.dot(left, right, acc, input_precision=TILE.INPUT_PRECISION)
     dweight_ptr += split * C * K
     dweight = acc.to(dweight_ptr.dtype.element_ty)
     if PIXELS_LEFT:
@@ -407,36 +383,18 @@ def _patch_embed_bwd_images_kernel(
     num_patches,
     grid_h,
     grid_w,
-    stride_dimages_b,
-    stride_dimages_c,
-    stride_dimages_t,
-    stride_dimages_h,
-    CHANNELS: tl.constexpr,
-    PATCH_T: tl.constexpr,
-    PATCH_H: tl.constexpr,
-    PATCH_W: tl.constexpr,
-    ALIGN: tl.constexpr,
+    strides,
+    PATCH: tl.constexpr,
     HAS_KEEP: tl.constexpr,
-    FENCE: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     # Rows m = b * rows_per_image + i. Every pixel is in one patch: one store each. Without a list
     # of kept patches there is nothing to clear.
-    dimages = Images(
-        dimages_ptr,
-        stride_dimages_b,
-        stride_dimages_c,
-        stride_dimages_t,
-        stride_dimages_h,
-        1,
-        grid_h,
-        grid_w,
-    )
-    AREA: tl.constexpr = PATCH_H * PATCH_W if PATCH_T is None else PATCH_T * PATCH_H * PATCH_W
-    K: tl.constexpr = CHANNELS * AREA
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    dimages = Images(strides, grid_h, grid_w)
+    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
     pid = tl.program_id(0).to(tl.int64)
     blocks_k = tl.cdiv(K, BLOCK_K)
     row = pid // blocks_k * BLOCK_M
@@ -453,13 +411,13 @@ def _patch_embed_bwd_images_kernel(
         weight = tl.load(weight_ptrs, mask=mask_k[:, None] & mask_n[None, :], other=0.0)
         mask_dout = mask_n[:, None] & mask_m[None, :]
         dout = tl.load(dout_ptrs + offs_n[:, None], mask=mask_dout, other=0.0)
-        dout = fenced(dout, mask_dout, FENCE)
-        acc = tl.dot(weight, dout.to(weight.dtype), acc, input_precision=INPUT_PRECISION)
+        dout = fenced(dout, mask_dout, TILE.FENCE)
+        acc = tl.dot(weight, dout.to(weight.dtype), acc, input_precision=TILE.INPUT_PRECISION)
     if HAS_KEEP:
         p, is_there = kept_patches(keep_ptr, row + offs_m, mask_m, num_patches)
         mask_m = mask_m & is_there
-    offs_patch = patch_offset(dimages, b, p, PATCH_T, PATCH_H, PATCH_W, ALIGN)
-    offs_pixel = pixel_offset(dimages, offs_k, PATCH_T, PATCH_H, PATCH_W, ALIGN)
+    offs_patch = patch_offset(dimages, b, p, PATCH)
+    offs_pixel = pixel_offset(dimages, offs_k, PATCH)
     dimages_ptrs = dimages_ptr + offs_pixel[:, None] + offs_patch[None, :]
     store = acc.to(dimages_ptr.dtype.element_ty)
     tl.store(dimages_ptrs, store, mask=mask_k[:, None] & mask_m[None, :])
