@@ -99,32 +99,23 @@ def load_rows(ptr, offs_row, stride_row, offs_c, mask):
 
 @triton.jit
 def rows_to_hand_over(
-    d_ptr,
-    dx,
-    offs,
-    mask,
-    row_scale_ptr,
-    offs_row,
-    mask_row,
-    rows_per_sample,
-    C,
-    num_kept,
-    keep_scale,
-    HAS_ROW_SCALE: tl.constexpr,
-    SUBSET: tl.constexpr,
-    WRITE_D: tl.constexpr,
+    d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, C, kept, FORM: tl.constexpr
 ):
     """d = row_scale * dx in fp32, dx as it was rounded: what autograd carries (grad_handoff.py).
-    Where SUBSET, row_scale keeps samples: d is 0 in others, and has no rows for them in memory."""
+
+    Where SUBSET_D, row_scale keeps samples: d is 0 in others, and has no rows for them in memory.
+    kept: rows of a sample, samples that are kept, what their d is multiplied by.
+    """
+    rows_per_sample, num_kept, keep_scale = kept
     d = dx.to(tl.float32)
-    if HAS_ROW_SCALE:
+    if FORM.HAS_ROW_SCALE:
         row_scale_ptrs = row_scale_ptr + offs_row // rows_per_sample
         d *= tl.load(row_scale_ptrs, mask=mask_row, other=0.0).to(tl.float32)[:, None]
-    if SUBSET:
-        rows_d, kept = compact_rows(row_scale_ptr, num_kept, offs_row, mask_row, rows_per_sample)
+    if FORM.SUBSET_D:
+        rows_d, is_kept = compact_rows(row_scale_ptr, num_kept, offs_row, mask_row, rows_per_sample)
         offs += (rows_d - offs_row)[:, None] * C
-        mask = mask & kept[:, None]
+        mask = mask & is_kept[:, None]
         d = tl.where(mask, d * keep_scale, 0.0)
-    if WRITE_D:
+    if FORM.WRITE_D:
         tl.store(d_ptr + offs, d.to(d_ptr.dtype.element_ty), mask=mask)
     return d

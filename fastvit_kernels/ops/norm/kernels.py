@@ -36,6 +36,48 @@ from ..common.samples import compact_rows, is_sample_subset, stream_rows
 TABLES = {True: norm_tables("layer_norm"), False: norm_tables("rms_norm")}  # by center
 
 
+class FwdForm(NamedTuple):
+    """Constants of the forward."""
+
+    CENTER: Any  # LayerNorm
+    HAS_WEIGHT: Any
+    HAS_BIAS: Any
+    HAS_RESIDUAL: Any
+    SAVE_STATS: Any
+    SUBSET: Any  # of the samples that `samples` keeps
+    BLOCK_ROWS: Any
+    BLOCK_C: Any
+
+
+class BwdForm(NamedTuple):
+    """Constants of the backward."""
+
+    CENTER: Any
+    HAS_WEIGHT: Any
+    HAS_DRESIDUAL: Any
+    NEEDS_DPARAMS: Any
+    HAS_ROW_SCALE: Any
+    WRITE_D: Any
+    SUM_D: Any
+    SUBSET: Any  # dy has the rows of kept samples
+    SUBSET_D: Any  # so has d
+    BLOCK_ROWS: Any
+    BLOCK_C: Any
+    STAGES: Any
+
+
+@triton.jit
+def _normalised(x, mask, C, eps, FORM: tl.constexpr):
+    """x without its mean, if centered, the mean, and rstd."""
+    centered, mean = x, 0.0
+    if FORM.CENTER:
+        mean = tl.sum(x, axis=1) / C
+        # Second pass: otherwise a constant row's rounding error shows up as variance.
+        mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / C
+        centered = tl.where(mask, x - mean[:, None], 0.0)
+    return centered, mean, tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)
+
+
 @triton.jit(**ANY_BATCH)
 def _norm_fwd_kernel(
     y_ptr,
@@ -51,53 +93,53 @@ def _norm_fwd_kernel(
     stride_x_row,
     stride_residual_row,
     eps,
-    CENTER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    SAVE_STATS: tl.constexpr,
-    SUBSET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     pid_rows = tl.program_id(0).to(tl.int64)
-    offs_row = pid_rows * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    offs_c = tl.arange(0, BLOCK_C)
+    offs_row = pid_rows * FORM.BLOCK_ROWS + tl.arange(0, FORM.BLOCK_ROWS)
+    offs_c = tl.arange(0, FORM.BLOCK_C)
     mask_row, mask_c = offs_row < num_rows, offs_c < C
     mask = mask_row[:, None] & mask_c[None, :]
 
     rows_x = offs_row
-    if SUBSET:
+    if FORM.SUBSET:
         rows_x = stream_rows(samples_ptr, offs_row, mask_row, rows_per_sample)
     x = load_rows(x_ptr, rows_x, stride_x_row, offs_c, mask)
-    if HAS_WEIGHT:  # on their way during the sums
+    if FORM.HAS_WEIGHT:  # on their way during the sums
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0)
-    if HAS_BIAS:
+    if FORM.HAS_BIAS:
         bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
-    if HAS_RESIDUAL:
+    if FORM.HAS_RESIDUAL:
         residual = load_rows(residual_ptr, offs_row, stride_residual_row, offs_c, mask)
-    centered = x
-    if CENTER:
-        mean = tl.sum(x, axis=1) / C
-        # Second pass: otherwise a constant row's rounding error shows up as variance.
-        mean += tl.sum(tl.where(mask, x - mean[:, None], 0.0), axis=1) / C
-        centered = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / C + eps)
+    centered, mean, rstd = _normalised(x, mask, C, eps, FORM)
     y = centered * rstd[:, None]
-    if HAS_WEIGHT:
+    if FORM.HAS_WEIGHT:
         y *= weight.to(tl.float32)[None, :]
-    if HAS_BIAS:
+    if FORM.HAS_BIAS:
         y += bias.to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
+    if FORM.HAS_RESIDUAL:
         y += residual
 
-    if SAVE_STATS:  # [mean (rows), if centered | rstd (rows)]
-        if CENTER:
+    if FORM.SAVE_STATS:  # [mean (rows), if centered | rstd (rows)]
+        if FORM.CENTER:
             tl.store(stats_ptr + offs_row, mean, mask=mask_row)
             stats_ptr += num_rows
         tl.store(stats_ptr + offs_row, rstd, mask=mask_row)
     y_ptrs = y_ptr + offs_row[:, None] * C + offs_c[None, :]
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_sums(ptrs, dweight, dbias, sum_d, mask_c, C, FORM: tl.constexpr):
+    """[dweight (C) | dbias (C), if centered] [sum d (C)], those that are wanted."""
+    if FORM.NEEDS_DPARAMS:
+        tl.store(ptrs, tl.sum(dweight, axis=0), mask=mask_c)
+        ptrs += C
+        if FORM.CENTER:
+            tl.store(ptrs, tl.sum(dbias, axis=0), mask=mask_c)
+            ptrs += C
+    if FORM.SUM_D:
+        tl.store(ptrs, tl.sum(sum_d, axis=0), mask=mask_c)
 
 
 @triton.jit(**ANY_BATCH)
@@ -121,36 +163,27 @@ def _norm_bwd_kernel(
     stride_dresidual_row,
     stride_x_row,
     keep_scale,
-    CENTER: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_DRESIDUAL: tl.constexpr,
-    NEEDS_DPARAMS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    WRITE_D: tl.constexpr,
-    SUM_D: tl.constexpr,
-    SUBSET: tl.constexpr,
-    SUBSET_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     # Program p takes row blocks p, p + P, p + 2P, ... and keeps its share of the sums over rows.
+    BLOCK_ROWS: tl.constexpr = FORM.BLOCK_ROWS
+    BLOCK_C: tl.constexpr = FORM.BLOCK_C
     pid = tl.program_id(0).to(tl.int64)
     offs_c = tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
     dbias = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
     sum_d = tl.zeros((BLOCK_ROWS, BLOCK_C), dtype=tl.float32)
-    if HAS_WEIGHT:
+    if FORM.HAS_WEIGHT:
         weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[None, :]
 
     step = tl.num_programs(0) * BLOCK_ROWS
-    for row in tl.range(pid * BLOCK_ROWS, num_rows, step, num_stages=STAGES):
+    for row in tl.range(pid * BLOCK_ROWS, num_rows, step, num_stages=FORM.STAGES):
         offs_row = row + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         mask_row = offs_row < num_rows
         mask = mask_row[:, None] & mask_c[None, :]
         rows_dy, mask_dy, num_stats = offs_row, mask_row, num_rows
-        if SUBSET:  # other samples load zeros, which leave dresidual
+        if FORM.SUBSET:  # other samples load zeros, which leave dresidual
             num_stats = num_kept * rows_per_sample
             rows_dy, mask_dy = compact_rows(
                 samples_ptr, num_kept, offs_row, mask_row, rows_per_sample
@@ -158,65 +191,45 @@ def _norm_bwd_kernel(
         mask_x = mask_dy[:, None] & mask_c[None, :]
         x = load_rows(x_ptr, offs_row, stride_x_row, offs_c, mask_x)
         dy = load_rows(dy_ptr, rows_dy, stride_dy_row, offs_c, mask_x)
-        if HAS_DRESIDUAL:
+        if FORM.HAS_DRESIDUAL:
             dresidual = load_rows(dresidual_ptr, offs_row, stride_dresidual_row, offs_c, mask)
         rstd_ptrs = stats_ptr + rows_dy
-        if CENTER:
+        if FORM.CENTER:
             mean = tl.load(stats_ptr + rows_dy, mask=mask_dy, other=0.0)
             rstd_ptrs = stats_ptr + num_stats + rows_dy
         rstd = tl.load(rstd_ptrs, mask=mask_dy, other=0.0)
 
-        if CENTER:
+        if FORM.CENTER:
             xhat = tl.where(mask_x, (x - mean[:, None]) * rstd[:, None], 0.0)
         else:
             xhat = x * rstd[:, None]
-        g = dy * weight if HAS_WEIGHT else dy
-        if CENTER:
+        g = dy * weight if FORM.HAS_WEIGHT else dy
+        if FORM.CENTER:
             mean_g = tl.sum(g, axis=1) / C
         mean_g_xhat = tl.sum(g * xhat, axis=1) / C
-        if CENTER:
+        if FORM.CENTER:
             g -= mean_g[:, None]
         dx = rstd[:, None] * (g - xhat * mean_g_xhat[:, None])
-        if HAS_DRESIDUAL:
+        if FORM.HAS_DRESIDUAL:
             dx += dresidual
         offs = offs_row[:, None] * C + offs_c[None, :]
         dx = dx.to(dx_ptr.dtype.element_ty)
         tl.store(dx_ptr + offs, dx, mask=mask)
-        if WRITE_D or SUM_D:
+        if FORM.WRITE_D or FORM.SUM_D:
+            kept = rows_per_sample, num_kept_of_d, keep_scale
             d = rows_to_hand_over(
-                d_ptr,
-                dx,
-                offs,
-                mask,
-                row_scale_ptr,
-                offs_row,
-                mask_row,
-                rows_per_sample,
-                C,
-                num_kept_of_d,
-                keep_scale,
-                HAS_ROW_SCALE,
-                SUBSET_D,
-                WRITE_D,
+                d_ptr, dx, offs, mask, row_scale_ptr, offs_row, mask_row, C, kept, FORM
             )
-            if SUM_D:
+            if FORM.SUM_D:
                 sum_d += d
-        if NEEDS_DPARAMS:
+        if FORM.NEEDS_DPARAMS:
             dweight += dy * xhat
-            if CENTER:
+            if FORM.CENTER:
                 dbias += dy
 
-    if NEEDS_DPARAMS or SUM_D:  # partial[p] = [dweight (C) | dbias (C), if centered] [sum d (C)]
-        SUMS: tl.constexpr = (1 + CENTER) * NEEDS_DPARAMS + SUM_D
-        partial_ptrs = partial_ptr + pid * SUMS * C + offs_c
-        if NEEDS_DPARAMS:
-            tl.store(partial_ptrs, tl.sum(dweight, axis=0), mask=mask_c)
-            partial_ptrs += C
-            if CENTER:
-                tl.store(partial_ptrs, tl.sum(dbias, axis=0), mask=mask_c)
-                partial_ptrs += C
-        if SUM_D:
-            tl.store(partial_ptrs, tl.sum(sum_d, axis=0), mask=mask_c)
+    if FORM.NEEDS_DPARAMS or FORM.SUM_D:
+        SUMS: tl.constexpr = (1 + FORM.CENTER) * FORM.NEEDS_DPARAMS + FORM.SUM_D
+        _store_sums(partial_ptr + pid * SUMS * C + offs_c, dweight, dbias, sum_d, mask_c, C, FORM)
 
 
 def stats_shape(center: bool, shape: Sequence[int], saved: bool) -> tuple[int, ...]:
@@ -265,14 +278,16 @@ def _fwd_plan(
         math.prod(shape[1:-1]) if some else 0,
         *(C if s is None else s for s in (stride, residual_stride)),
         eps,
-        CENTER=center,
-        HAS_WEIGHT=has_weight,
-        HAS_BIAS=has_bias,
-        HAS_RESIDUAL=residual_strides is not None,
-        SAVE_STATS=save_stats,
-        SUBSET=some,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_C=block_c,
+        FORM=FwdForm(
+            CENTER=center,
+            HAS_WEIGHT=has_weight,
+            HAS_BIAS=has_bias,
+            HAS_RESIDUAL=residual_strides is not None,
+            SAVE_STATS=save_stats,
+            SUBSET=some,
+            BLOCK_ROWS=config.block_rows,
+            BLOCK_C=block_c,
+        ),
         num_warps=config.num_warps,
     )
     return FwdPlan(
@@ -366,18 +381,20 @@ def _bwd_plan(
         kept_of_d,
         *(C if s is None else s for s in row_strides),
         B / kept_of_d if kept_of_d else 1.0,
-        CENTER=center,
-        HAS_WEIGHT=has_weight,
-        HAS_DRESIDUAL=strides[1] is not None,
-        NEEDS_DPARAMS=needs_dparams,
-        HAS_ROW_SCALE=has_row_scale and not kept_of_d,
-        WRITE_D=writes_d,
-        SUM_D=sums_d,
-        SUBSET=kept > 0,
-        SUBSET_D=kept_of_d > 0,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_C=block_c,
-        STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0),
+        FORM=BwdForm(
+            CENTER=center,
+            HAS_WEIGHT=has_weight,
+            HAS_DRESIDUAL=strides[1] is not None,
+            NEEDS_DPARAMS=needs_dparams,
+            HAS_ROW_SCALE=has_row_scale and not kept_of_d,
+            WRITE_D=writes_d,
+            SUM_D=sums_d,
+            SUBSET=kept > 0,
+            SUBSET_D=kept_of_d > 0,
+            BLOCK_ROWS=config.block_rows,
+            BLOCK_C=block_c,
+            STAGES=bwd_stages(config, block_c, kept + kept_of_d > 0),
+        ),
         num_warps=config.num_warps,
     )
     return BwdPlan(

@@ -2,7 +2,7 @@
 
 Rows m = b * T + t are tokens or patches, columns of C, and K = (channel, frame, row, column) runs
 over the pixels of a patch, read from the image by its strides: no unfolded copy. An image has no
-frames (PATCH_T is None), a video's patch has PATCH_T of them. Derivation: docs/patch_embed.md.
+frames, a video's patch has some. Derivation: docs/patch_embed.md.
 """
 
 from __future__ import annotations
