@@ -7,6 +7,7 @@
     python -m bench attention --shape T197 --dtype bf16
     python -m bench vit --mode train --provider swapped
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
+    python -m bench host                                what each op costs the host, without a GPU
     python -m bench plot DIR                            redraw from DIR/results.csv
     python -m bench compare A B                         ratios, regressions first
     python -m bench docs                                docs/benchmarks.md from bench/results
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import STARTED, quick, report
+from bench import STARTED, host, quick, report
 from bench.ops import MODES, OPS
 from bench.plan import WHOLE
 from bench.rows import read_rows
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     quick.add_arguments(add("quick", help=says, description=quick.__doc__, formatter_class=raw))
     for name, says in MEASURED.items():
         _add_measuring(add(name, help=says), name)
+    options.add(add("host", help="microseconds of the host a call of each op"), "--device")
     add("plot", help="redraw everything from a CSV").add_argument("folder", type=Path)
     comparing = add("compare", help="ratios of two results, regressions first")
     for side in "ab":
@@ -113,6 +115,8 @@ def _run(arguments: argparse.Namespace, machine: Machine | None, started: float 
         return report.run_compare(a, b, arguments.threshold, console)
     if command == "docs":
         return report.write_docs()
+    if command == "host":
+        return host.run(options.chosen_device(arguments))
     machine = machine or this_machine(arguments)
     if command == "quick":
         return quick.run(arguments, machine is not None)

@@ -49,7 +49,8 @@ class Case:
     batch: int
     dtype: str = "amp"  # or bf16: parameters, images and optimizer in bf16
     mode: str = "train"  # or infer
-    drop_path: float = 0.0  # timm's
+    drop_path: float = 0.0  # timm's, by rates that rise from 0
+    uniform: bool = False  # the same rate in every block
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -72,6 +73,7 @@ class Case:
     @property
     def id(self) -> str:
         drop = f"-drop{self.drop_path:g}" if self.drop_path else ""
+        drop += "-uniform" if self.uniform else ""
         return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
 
     @property
@@ -128,9 +130,10 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
     if case.host == "timm":
+        from timm.layers import DropPath
         from timm.models.vision_transformer import VisionTransformer
 
-        return VisionTransformer(
+        model = VisionTransformer(
             img_size=case.size,
             patch_size=case.patch,
             embed_dim=C,
@@ -140,6 +143,9 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
             num_classes=NUM_CLASSES,
             drop_path_rate=case.drop_path,
         )
+        for block in model.blocks if case.uniform else ():
+            block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
+        return model
     if case.host == "torchvision":
         from torchvision.models import VisionTransformer
 
@@ -197,7 +203,6 @@ WAYS = {
     "swapped": Way(swapped=True),
     "swapped+graph": Way(swapped=True, graph=True),
     "compile": Way(compile_mode="default"),
-    "swapped+compile": Way(swapped=True, compile_mode="default"),
     "backend": Way(backend=True, compile_mode="default"),
     "backend+graphs": Way(backend=True, compile_mode="reduce-overhead"),
     SEARCH: Way(compile_mode="max-autotune"),

@@ -29,6 +29,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.accuracy import cases, op
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
+    FUSED_DQ,
     FWD_TABLE,
     BwdForm,
     forced_route as attention_route,
@@ -333,6 +334,8 @@ class Op:
         (B, H, T, T).
     sizes: those that a ViT's do not give. options: arguments that are no tensors.
     given: tensors, if not those that most models give.
+    rotated: calls in one CUDA graph, each on buffers of its own: an empty replay takes 10 us, a
+        norm 30.
     """
 
     name: str
@@ -347,6 +350,7 @@ class Op:
     options: Callable[[Shape], dict[str, Any]] = lambda shape: {}
     given: Callable[[Shape], tuple[str, ...]] = lambda shape: ()
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    rotated: int = 1
 
     @property
     def entry(self) -> op.Op:
@@ -599,12 +603,22 @@ def _other_ways(shape: Shape, dtype: str, torch_: Function, fused: Function) -> 
     ways = {f"ours-{route}": functools.partial(attention_route, route) for route in others}
     if bwd_launch(*problem).one_pass is not None:
         ways["ours-split"] = functools.partial(forced, "attention_bwd", BwdForm(one_pass=False))
+    if FUSED_DQ in BWD_TABLE.candidates(problem.gpu, *problem.key()):
+        ways["ours-five-products"] = functools.partial(forced, "attention_bwd", FUSED_DQ)
     return [*sdpa_backends(torch_), *(ours(name, fused, way) for name, way in ways.items())]
 
 
 def _output(result: Any) -> Tensor:
     """FlashAttention 3 and 4 give the output, or it and the lse."""
     return result if isinstance(result, Tensor) else result[0]
+
+
+def flex_flash(module: Any, qkv: Tensor) -> Tensor:
+    """flex_attention by FlashAttention 4, its module's kernels, on a (B, T, 3, H, D)."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    q, k, v = (x.transpose(1, 2) for x in qkv.unbind(2))
+    run = torch.compile(flex.flex_attention, dynamic=False)
+    return run(q, k, v, kernel_options={"BACKEND": "FLASH"}).transpose(1, 2)
 
 
 def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
@@ -626,6 +640,7 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
             imported("flash_attn", "flash_attn", flash_attn),
             imported("flash_attn_3", "flash_attn_interface", separate),
             imported("flash_attn_4", "flash_attn.cute", separate),
+            imported("flex-flash", "flash_attn.cute", flex_flash),
             imported("xformers", "xformers.ops", xformers),
         ]
     )
@@ -751,6 +766,7 @@ OPS = {
             _layer_norm_peers,
             lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
             dtypes=_NORM_DTYPES,
+            rotated=10,
         ),
         Op(
             # forward squares 2, scale 1, weight 1, a residual 1; backward likewise
@@ -763,6 +779,7 @@ OPS = {
             sizes=lambda s: dict(rows=(s.B, s.T, s.H), C=s.D) if s.variant == HEADS else {},
             given=lambda s: ("x", "weight", "residual") if s.variant == ADDED else (),
             dtypes=_NORM_DTYPES,
+            rotated=10,
         ),
         Op(
             # its two epilogues in a ViT: proj (LayerScale, residual), fc1 (exact GELU)

@@ -200,25 +200,75 @@ def _pictures(folder: Path, name: str, up: str) -> list[str]:
     return [line for link in links for line in (link, "")]
 
 
+PEER_HEADER = ("work", "ours", "each peer", "not yet measured")
+
+
+def peer_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """Of each claim's cases ours next to every peer, and which peers have no row yet."""
+    found = []
+    for claim in (c for goal in plan.GOALS for c in goal.claims if c.kind == "time"):
+        for part in claim.shapes:
+            own = [r for r in rows if replace(claim, shapes=(part,)).has(r)]
+            good = [r for r in own if r.status in (OK, FAILED) and r.ms]
+            ours = least(r for r in good if plan._is(r.provider, claim.ours) and r.status == OK)
+            peers = [r for r in good if plan._is(r.provider, claim.peers)]
+            names = {r.provider for r in peers}
+            missing = [p for p in claim.peers if p[-1] not in "-+" and p not in names]
+            told = [_against(r, ours) for r in sorted(peers, key=lambda r: r.device_ms or 0.0)]
+            T = re.search(r"T\d+", part) if len(claim.shapes) > 1 else None
+            work = claim.name.partition(", T = ")[0] + f", T = {T[0][1:]}" if T else claim.name
+            mine = f"{number(ours.device_ms)} ms {ours.provider}" if ours else "not yet measured"
+            found.append([work, mine, "; ".join(told), ", ".join(missing)])
+    return found
+
+
+def _against(peer: Row, ours: Row | None) -> str:
+    """Like with like: graph with graph, or call with call."""
+    times = ours.like_times(peer) if ours else None
+    ratio = f" ({times[1] / times[0]:.2f}x)" if times else ""
+    broken = "*" * (peer.status == FAILED)
+    return f"{peer.provider}{broken} {number(peer.device_ms)}{ratio}"
+
+
 def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
-    text: list[str] = []
-    for name, rows in results:
-        if _on_gpu(rows):
-            text += [f"### {name}", "", conditions(rows) + ".", ""]
-            text += [*_pictures(committed, name, "../"), *tables(rows, "####")]
-    measured = [r for _, rows in results if _on_gpu(rows) for r in rows if plan.has_goals(r)]
-    goals = plan.goal_lines(measured)
+    """Ours next to each peer, the targets, then all cases of each GPU."""
+    shown = [(name, rows) for name, rows in results if _on_gpu(rows)]
+    measured = [r for _, rows in shown for r in rows if plan.has_goals(r)]
+    text = [
+        "### Ours next to each peer",
+        "",
+        "Times in ms on an H100 or H200, bf16; in brackets theirs over ours:",
+        "",
+    ]
+    text += markdown(PEER_HEADER, peer_lines(measured))
     text += ["### Targets", "", "For an H100 or H200, bf16, measured in turns:", ""]
-    text += markdown(("work", "against", "at least", "measured"), goals)
+    text += markdown(("work", "against", "at least", "measured"), plan.goal_lines(measured))
+    for name, rows in shown:
+        text += [f"### {name}", "", conditions(rows) + ".", ""]
+        text += [*_pictures(committed, name, "../"), *tables(rows, "####")]
     return "\n".join(text).strip()
 
 
 def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
+    """A training step in three figures, and one picture."""
     shown = []
     for name, rows in results:
-        if _on_gpu(rows) and (decided := [line for line in plan.claim_lines(rows) if line[4]]):
-            table, pictures = markdown(plan.CLAIM_HEADER, decided), _pictures(committed, name, "")
-            shown += [f"On {name}, in turns:", "", *table, *pictures[:2]]
+        steps = [r for r in rows if r.op == "vit" and r.shape == plan.VIT_B and r.status == OK]
+        steps = [r for r in steps if r.mode == "train" and r.dtype == "amp"]
+        ours = least(r for r in steps if r.is_ours and r.peak_mib)
+        columns = {r.provider: r for r in steps if r.provider in (BASELINE, "compile")}
+        if ours is None or BASELINE not in columns or not _on_gpu(rows):
+            continue
+        kinds = {**columns, "ours": ours}
+        figures = [
+            ["images/s", *(number(r.images_per_s, ",.0f") for r in kinds.values())],
+            ["peak memory, GiB", *(number((r.peak_mib or 0) / GIB, ".1f") for r in kinds.values())],
+        ]
+        said = (
+            f"ViT-B/16, 224 x 224, batch 256, a training step in bf16 autocast on one {ours.gpu}:"
+        )
+        shown += [said, "", *markdown(["", *kinds], figures)]
+        shown += _pictures(committed, name, "")[:2]
     return "\n".join(shown).strip()
 
 
@@ -253,6 +303,7 @@ COLORS = {
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
 WIDTH, DPI = 9.0, 110  # inches; 990 pixels
 
+MODES = {"fwd": "forward", "bwd": "backward"}
 Bar = tuple[str, str, float, bool]  # case, provider, height, whether it FAILED: hollow
 Panel = tuple[Sequence[Bar], str, str, str]  # with their unit, a title, the form of a figure
 
@@ -304,10 +355,11 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
             name = f"D = {D}"
             (drawn[D],) = axes.plot(T, ratio, marker="o", ms=4, color=tints[D], label=name)
         axes.axhline(1, color="black", lw=0.8)
-        axes.set(title=mode, xlabel="tokens T", ylabel="times")
+        axes.set(title=f"{MODES[mode]}: above 1 ours is faster", xlabel="tokens T")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.grid(alpha=0.3)
+    both[0].set(ylabel="time of the best SDPA backend / ours")
     both[0].set_ylim(0)
     figure.legend(handles=[drawn[D] for D in dims], loc="outside right center", fontsize=9)
     return _save(figure, path)
@@ -381,9 +433,12 @@ def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
     shown = _op_cases(rows)
     bars = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
     names = list(dict.fromkeys(name for name, *_ in bars))
-    title = "hatched: FAILED" if any(bar[3] for bar in bars) else ""
+    title = "more is better" + ("; hatched: FAILED" if any(bar[3] for bar in bars) else "")
     parts = [names[i : i + MOST_CASES] for i in range(0, len(names), MOST_CASES)]
-    panels = [([bar for bar in bars if bar[0] in part], "times", title, "%.2f") for part in parts]
+    panels = [
+        ([bar for bar in bars if bar[0] in part], "eager's time / this one's", title, "%.2f")
+        for part in parts
+    ]
     return _panels(path, "Ops, C = 768: speed over eager", shown, panels)
 
 
@@ -406,9 +461,14 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
 
     steps = _most_compared(r for r in _measured(rows) if r.op == "vit")
     panels = [
-        (_speeds(steps, name), "times", "Speed over eager; hatched: FAILED", "%.2f"),
-        (gib("peak_mib"), "GiB", "Peak memory of a training step", "%.1f"),
-        (gib("kept_mib"), "GiB", "Kept for the backward", "%.1f"),
+        (
+            _speeds(steps, name),
+            "eager's time / this one's",
+            "Speed over eager: more is better",
+            "%.2f",
+        ),
+        (gib("peak_mib"), "GiB", "Peak memory of a training step: less is better", "%.1f"),
+        (gib("kept_mib"), "GiB", "Kept for the backward: less is better", "%.1f"),
     ]
     return _panels(path, "Whole models, one GPU", steps, panels)
 

@@ -383,7 +383,8 @@ def test_peers_are_asked_for_what_ours_computes(monkeypatch, name, variant, dtyp
     found = peers(shape.T)
     for module, functions in found.items():
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**functions))
-    names = [p.name for p in op.providers(shape, dtype) if p.package in found]
+    given = [p.name for p in op.providers(shape, dtype) if p.package in found]
+    names = [name for name in given if name != "flex-flash"]  # torch's own, of a GPU
     rows = list(measure_op(op, shape, dtype, ("fwd",), names, bench()))
     assert [(r.provider, r.status, r.note) for r in rows[1:]] == [(n, OK, "") for n in names]
     assert names

@@ -8,7 +8,7 @@ from pathlib import Path
 import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 
-from bench import measure, models, report
+from bench import measure, models, plan, report
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
@@ -260,7 +260,7 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     report.draw_vit(rows, tmp_path)
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
     assert all(line.get_visible() for axes in drawn[0].axes for line in axes.get_ygridlines())
-    assert labels == [("times", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
+    assert labels == [("eager's time / this one's", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
 
 
 def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
@@ -299,13 +299,19 @@ def test_pages_are_filled_between_their_marks(tmp_path):
     for path in (page, front):
         path.write_text(f"by hand\n{report.START}\nOUTDATED\n{report.END}\nmore by hand\n")
     (folder / "a GPU").mkdir(parents=True)
-    (folder / "a GPU" / "results.csv").write_text(as_csv(synthetic()))
+    step = dict(dtype="amp", mode="train", ms=1.0, peak_mib=1024.0, images_per_s=256e3)
+    steps = [
+        Row("vit", provider, plan.VIT_B, gpu="NO SUCH H200", **step)
+        for provider in ("eager", "swapped")
+    ]
+    (folder / "a GPU" / "results.csv").write_text(as_csv([*synthetic(), *steps]))
     report.write_docs(page, folder, front)
     for path in (page, front):
         text = path.read_text()
         assert text.startswith("by hand\n") and text.endswith("more by hand\n")
-        assert "OUTDATED" not in text and "a GPU" in text and "patch_embed fwd" in text
-    assert "NO SUCH H200" in page.read_text()
+        assert "OUTDATED" not in text and "NO SUCH H200" in text
+    assert "| images/s | 256,000 | 256,000 |" in front.read_text()
+    assert "| patch_embed fwd | " in page.read_text() and "### a GPU" in page.read_text()
 
 
 def test_the_committed_page_is_the_generated_one(tmp_path):

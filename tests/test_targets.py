@@ -231,9 +231,9 @@ def test_swap_in_knows_the_options_of_every_way():
 def test_what_tells_most_comes_first_and_a_hang_costs_little():
     """A hang in the first task took all the time of a run."""
     found = [task.title for task in plan.targets()]
-    assert [re.findall(r"T\d+", title)[0] for title in found[:2]] == ["T197", "T257"]
+    assert [re.findall(r"T\d+", title)[0] for title in found[:2]] == ["T577", "T1025"]
     if any("ViT-L" in title for title in found):
-        assert "drop0.4" in found[2]
+        assert any("drop0.4" in title for title in found[:7])
     searches = ["max-autotune" in title for title in found]
     assert searches == sorted(searches)  # the searches last
     assert all(task.seconds <= 60 for task in plan.targets() if "max-autotune" not in task.title)
@@ -274,13 +274,11 @@ def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     empty = report.docs([], tmp_path)
     assert empty.count(GOALS[0].work) == 1 and "NO SUCH H200" not in empty
     page = report.docs([("a-gpu", rows)], tmp_path)
-    first, goals = page.index("### a-gpu"), page.index("### Targets")
-    assert "](../bench/results/a-gpu/attention.png)" in page[first:goals]
-    assert "| 2 sdpa-flash | 1 ours |" in page[first:goals] and "2.00 met" in page[goals:]
-    front = report.readme([("a-gpu", rows)], tmp_path)
-    assert (
-        "| attention fwd, T = 197, 257" in front and "](bench/results/a-gpu/attention.png)" in front
-    )
+    goals, of_gpu = page.index("### Targets"), page.index("### a-gpu")
+    beside = "| attention fwd, T = 197 | 1 ms ours | sdpa-flash 2 (2.00x) | sdpa-cudnn, "
+    assert beside in page[:goals] and "2.00 met" in page[goals:of_gpu]
+    assert "](../bench/results/a-gpu/attention.png)" in page[of_gpu:]
+    assert "| 2 sdpa-flash | 1 ours |" in page[of_gpu:]
     # no figure of what has run on no GPU
     assert report.readme([], tmp_path) == ""
     assert report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])]) == ""

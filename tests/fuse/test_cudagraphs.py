@@ -111,7 +111,8 @@ def captured(monkeypatch):
 
     whole = functools.partial(compile_fx.compile_fx, inner_compile=inner_compile)
     monkeypatch.setattr(compile_fx, "compile_fx", whole)
-    sizes = SimpleNamespace(multi_processor_count=H100.num_sms, major=9)  # what reductions ask for
+    # what reductions ask for
+    sizes = SimpleNamespace(multi_processor_count=H100.num_sms, major=9, warp_size=32)
     monkeypatch.setattr(CudaInterface, "get_device_properties", lambda device=None: sizes)
     monkeypatch.setattr(CudaInterface, "get_compute_capability", lambda device=None: 90)
     torch._dynamo.reset()
