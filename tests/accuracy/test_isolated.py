@@ -78,7 +78,7 @@ def ends(pid):
     return not _runs(pid)
 
 
-def test_a_hang_is_killed_and_a_crash_costs_one_job(tmp_path):
+def test_isolated_hang_and_crash(tmp_path):
     path = tmp_path / "pid"
     codes = {"hangs": hangs(path), "dies": DIES, "exits": EXITS, "good": GOOD}
     jobs = [replace(job(name, code), timeout=math.inf) for name, code in codes.items()]
@@ -91,7 +91,7 @@ def test_a_hang_is_killed_and_a_crash_costs_one_job(tmp_path):
     assert found["exits"].failure == "the process ended with status 1: no GPU here"
 
 
-def test_what_a_job_started_dies_with_it(tmp_path):
+def test_isolated_kills_children(tmp_path):
     path = tmp_path / "pid"
     code = (
         "import subprocess, sys, pathlib, time\n"
@@ -104,7 +104,7 @@ def test_what_a_job_started_dies_with_it(tmp_path):
     assert ends(int(path.read_text()))
 
 
-def test_an_interrupt_leaves_no_process(tmp_path):
+def test_isolated_interrupt(tmp_path):
     path = tmp_path / "pid"
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
     quick = job("quick", f"{head}while not p.exists(): time.sleep(0.01)")
@@ -115,7 +115,7 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     assert ends(int(path.read_text()))
 
 
-def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_path):
+def test_check_jobs_hang_and_crash(monkeypatch, capsys, tmp_path):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()
     path = tmp_path / "pid"
@@ -157,7 +157,7 @@ def test_check_with_jobs_names_the_hang_and_the_crash(monkeypatch, capsys, tmp_p
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the sizes of a GPU take longer than the timeout")
-def test_a_config_job_gives_what_this_process_gives():
+def test_config_job_equals_in_process():
     cases = worker.cases_of(DEVICE, "fp32", True)
     case = next(c for c in cases if c.name.startswith("layer_norm_and_input"))
     found = [r for r in all_configs.reached_by(case, ()) if r.table == "layer_norm_fwd"]
@@ -169,7 +169,7 @@ def test_a_config_job_gives_what_this_process_gives():
     assert runs[0] == all_configs.run_config(reached, wanted[0])
 
 
-def test_the_budget_ends_what_still_runs(tmp_path):
+def test_isolated_budget(tmp_path):
     path, clock = tmp_path / "pid", [0.0]
     head = f"import os, pathlib, time; p = pathlib.Path({str(path)!r})\n"
     slow = job(
@@ -209,7 +209,7 @@ for entry in what["forced"]:
 """
 
 
-def test_a_lost_device_and_a_hang_cost_a_config_each(tmp_path):
+def test_isolated_lost_device_and_hang(tmp_path):
     """What their processes had left goes to fresh ones."""
     table = next(name for name, table in TABLES.items() if len(table.configs) >= 4)
     path = tmp_path / "pid"
@@ -224,7 +224,7 @@ def test_a_lost_device_and_a_hang_cost_a_config_each(tmp_path):
 
 
 @pytest.mark.parametrize(("errors", "lost"), [(0, False), (1, False), (2, True)])
-def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
+def test_device_lost(monkeypatch, errors, lost):
     said = iter([RuntimeError("CUDA error: an illegal memory access")] * errors)
 
     def synchronize(device):
@@ -241,7 +241,7 @@ def test_a_device_is_lost_if_it_says_so_twice(monkeypatch, errors, lost):
     ("fault", "lost", "tried"),
     [("RuntimeError: CUDA error", "lost", 1), (None, "asked in vain", 2)],
 )
-def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried):
+def test_worker_stops_on_lost_device(monkeypatch, capsys, fault, lost, tried):
     """Every later launch would fail: what is left goes to another process."""
     case = next(c for c in worker.cases_of(DEVICE, "fp32", True) if c.name.startswith("layer_norm"))
     reached = all_configs.reached_by(case, ())[0]
@@ -257,7 +257,7 @@ def test_a_process_ends_with_its_device(monkeypatch, capsys, fault, lost, tried)
     assert (status == worker.LOST) == (tried == 1) == ("the device is lost: lost" in said.err)
 
 
-def test_what_is_kept_is_not_run_again(monkeypatch, tmp_path, capsys):
+def test_kept_results_not_rerun(monkeypatch, tmp_path, capsys):
     cases = {c.name: c for c in worker.cases_of(DEVICE, "fp32", False)}
     passes = run_case(cases["layer_norm_and_input"], "fp32").as_dict()
     code = {"linear": DIES, "layer_norm_and_input": f"print({json.dumps(passes)!r})"}
@@ -290,7 +290,7 @@ list(run_isolated(jobs, 1, 3600.0))
 """
 
 
-def test_a_terminated_run_takes_its_jobs_along(tmp_path):
+def test_terminated_run_kills_jobs(tmp_path):
     path = tmp_path / "pid"
     code = TERMINATED.format(code=hangs(path))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

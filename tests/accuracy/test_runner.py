@@ -35,7 +35,7 @@ def settings():
     return torch.are_deterministic_algorithms_enabled(), filled
 
 
-def test_what_no_kernel_wrote_is_nan_inside_alone():
+def test_poisoned_context():
     assert settings() == (False, False)
     with poisoned():
         assert fill_of() and torch.is_deterministic_algorithms_warn_only_enabled()
@@ -54,7 +54,7 @@ def test_what_no_kernel_wrote_is_nan_inside_alone():
 
 
 @pytest.mark.parametrize("way", ["run_case", "check"])
-def test_memory_of_the_right_result_does_not_pass_for_it(way):
+def test_poisoned_outputs(way):
     seen = []
 
     def unwritten(x, weight, bias):
@@ -72,7 +72,7 @@ def test_memory_of_the_right_result_does_not_pass_for_it(way):
     assert seen and all(seen)
 
 
-def test_a_case_runs_the_kernels_or_nothing():
+def test_run_case_requires_kernels():
     """Under "auto" a call that no kernel takes would be PyTorch beside itself."""
     seen = []
 
@@ -105,7 +105,7 @@ class Restless(torch.autograd.Function):
     ("of_output", "argument", "name"),
     [(True, "x", "output 0"), (False, "x", "dx"), (False, "bias", "dbias")],
 )
-def test_two_runs_give_equal_bits(of_output, argument, name):
+def test_check_equal_bits(of_output, argument, name):
     def restless(**inputs):
         changed = {argument: Restless.apply(inputs[argument], of_output)}
         return fk.layer_norm(**(inputs | changed))
@@ -121,7 +121,7 @@ def test_two_runs_give_equal_bits(of_output, argument, name):
     assert check(case.reference, restless, repeats=1) < 1
 
 
-def test_a_wrong_gradient_is_a_fault():
+def test_check_finds_wrong_gradient():
     def wrong(x, weight, bias):
         return fk.layer_norm(x, weight, 0.99 * bias + 0.01 * bias.detach())
 

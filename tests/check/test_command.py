@@ -34,7 +34,7 @@ def answers(monkeypatch):
 
 @pytest.mark.parametrize("all_configs", [False, True])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_what_time_left_out_is_neither_right_nor_wrong(answers, capsys, all_configs, wrong):
+def test_time_budget_exit_status(answers, capsys, all_configs, wrong):
     words = ["--device", "cpu", *["--all-configs"] * all_configs]
     share, fault = (2.0, "twice too much") if wrong else (0.5, None)
     answers.results = [
@@ -49,7 +49,7 @@ def test_what_time_left_out_is_neither_right_nor_wrong(answers, capsys, all_conf
     assert main(words) == (wrong or all_configs), "no other table was reached"
 
 
-def test_cases_share_processes_and_one_that_dies_costs_itself():
+def test_cases_share_processes():
     cpu = torch.device("cpu")
     jobs = worker.grouped([worker.check_job(name, "fp32", cpu) for name in "abcde"], 2)
     assert [[json.loads(w)["name"] for w in job.command[3:]] for job in jobs] == [

@@ -22,7 +22,7 @@ def _images(batch=2, channels=3, size=16):
     return rand(batch, channels, size, size, grad=False)
 
 
-def test_attention_maps_are_the_notebooks():
+def test_attention_maps_match_notebook():
     reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
     model = _vit(
         img_size=8,
@@ -41,7 +41,7 @@ def test_attention_maps_are_the_notebooks():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_maps_times_v_is_what_the_layer_computes():
+def test_attention_maps_times_v():
     model = _vit(attn_head_dim=24).eval()
     attn, x = model.blocks[0].attn, rand(2, 17, 16, grad=False)
     seen = []
@@ -52,7 +52,7 @@ def test_attention_maps_times_v_is_what_the_layer_computes():
     torch.testing.assert_close(out, seen[0], rtol=1e-4, atol=1e-5)
 
 
-def test_attention_maps_are_probabilities_in_fp32():
+def test_attention_maps_fp32():
     model = _vit(reg_tokens=2).bfloat16()
     maps = attention_maps(model, _images().bfloat16())
     assert all(m.dtype is torch.float32 and not m.requires_grad for m in maps)
@@ -60,7 +60,7 @@ def test_attention_maps_are_probabilities_in_fp32():
         torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
 
 
-def test_attention_maps_leave_modes_hooks_gradients_and_random_state():
+def test_attention_maps_leave_model_state():
     model = _vit(attn_drop_rate=0.5, proj_drop_rate=0.5, pos_drop_rate=0.5, drop_path_rate=0.5)
     model.train()
     model.blocks[1].eval()
@@ -76,7 +76,7 @@ def test_attention_maps_leave_modes_hooks_gradients_and_random_state():
     assert images.grad is None and all(p.grad is None for p in model.parameters())
 
 
-def test_attention_maps_leave_the_model_as_it_was_after_an_error():
+def test_attention_maps_restore_after_error():
     model = _vit().train()
     with pytest.raises(ValueError, match="PatchEmbed: images must be"):
         attention_maps(model, _images(size=12))
@@ -84,7 +84,7 @@ def test_attention_maps_leave_the_model_as_it_was_after_an_error():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_attention_maps_see_what_a_hook_made_of_qkv():
+def test_attention_maps_with_qkv_hook():
     model, images = _vit(depth=1).eval(), _images()
     model.blocks[0].attn.qkv.register_forward_hook(lambda _m, _i, y: torch.zeros_like(y))
     (probabilities,) = attention_maps(model, images)
@@ -140,7 +140,7 @@ def test_attention_maps_of_other_libraries(name, build, request):
         torch.testing.assert_close(got, want)
 
 
-def test_attention_maps_of_a_host_are_fp32_and_of_its_layers_alone():
+def test_attention_maps_of_timm_bf16():
     """Not of the pooling, whose one query looks at every token."""
     timm = pytest.importorskip("timm")
     sizes = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)

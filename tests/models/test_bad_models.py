@@ -266,7 +266,7 @@ def test_bad_constructor(make):
             assert torch.equal(state, torch.get_rng_state()), label
 
 
-def test_constructors_show_their_arguments_and_name_what_is_missing():
+def test_constructor_signatures():
     for kind, names in ((fk.Block, ["dim", "num_heads"]), (fk.VisionTransformer, ["img_size"])):
         parameters = inspect.signature(kind).parameters
         assert list(parameters)[: len(names)] == names and parameters["memory"].default == "default"
@@ -339,7 +339,7 @@ def test_bad_forward(label):
     assert all(torch.equal(before[n], p) for n, p in module.state_dict().items())
 
 
-def test_a_model_on_the_meta_device_is_no_mistake():
+def test_meta_device_model():
     with torch.device("meta"):
         model = _vit()
         y = model(torch.ones(2, 3, 16, 16))

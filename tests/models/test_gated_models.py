@@ -94,7 +94,7 @@ def test_timm_on_the_torch_backend_in_float64(what, training):
 
 
 @pytest.mark.parametrize("what", ["GluMlp", "SwiGLUPacked", "SwiGLU-align8"])
-def test_layers_that_are_watched_are_called(what):
+def test_gated_mlp_layer_hooks(what):
     """With a hook on each layer: the same numbers, and every hook runs."""
     _, own = _pair(what)
     x, residual, gamma = rand(2, 9, C), rand(2, 9, C, seed=1), rand(C, seed=2)

@@ -383,20 +383,20 @@ def test_hostile_source(name, refused, tmp_path):
     refused(error, message, source, grid_size)
 
 
-def test_the_malicious_pickle_does_run_where_it_is_trusted(tmp_path, monkeypatch):
+def test_malicious_pickle_is_real(tmp_path, monkeypatch):
     """Else the tests above would prove nothing."""
     monkeypatch.chdir(tmp_path)
     torch.load(io.BytesIO(FILES["runs-code.pth"][0]()), weights_only=False)
     assert TOKENS.exists()
 
 
-def test_the_environment_cannot_make_pickles_trusted(refused, tmp_path, monkeypatch):
+def test_env_cannot_trust_pickles(refused, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     (tmp_path / "vit.pth").write_bytes(FILES["runs-code.pth"][0]())
     refused(ValueError, "weights_only=False", tmp_path / "vit.pth")
 
 
-def test_a_number_too_large_for_the_model_is_refused():
+def test_load_weights_rejects_overflow():
     model = _vit().half()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"some that torch\.float16 cannot hold"):
@@ -404,7 +404,7 @@ def test_a_number_too_large_for_the_model_is_refused():
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
 
 
-def test_a_file_of_tensors_on_a_gpu_is_read_on_the_cpu(tmp_path):
+def test_gpu_checkpoint_on_cpu(tmp_path):
     content = _pickle_changed(b"X\x03\x00\x00\x00cpu", b"X\x07\x00\x00\x00cuda:99")
     (tmp_path / "vit.pth").write_bytes(content)
     model = _vit()
@@ -412,14 +412,14 @@ def test_a_file_of_tensors_on_a_gpu_is_read_on_the_cpu(tmp_path):
     assert all(torch.equal(_good()[name], x) for name, x in model.state_dict().items())
 
 
-def test_a_model_without_memory_is_refused():
+def test_load_weights_rejects_meta_model():
     with torch.device("meta"):
         model = _vit()
     with pytest.raises(ValueError, match=r"model must have memory.*to_empty"):
         load_weights(model, _good())
 
 
-def test_missing_and_unexpected_keys_are_reported_whatever_their_names():
+def test_report_strange_keys():
     """Names that int() or sorted() would stumble over, after the weights were written."""
     strange = ["x.0", "x.a", "x.²", "x." + "9" * 5000, "", "."]
     source = {**_good(), **{name: torch.ones(1) for name in strange}}

@@ -26,7 +26,7 @@ def drawn(keep=5):
 
 
 @pytest.mark.parametrize("rope_type", ["", "dinov3"])
-def test_the_encoder_never_reads_the_other_patches(rope_type):
+def test_keep_reads_no_dropped_patch(rope_type):
     rope = dict(rope_type=rope_type)
     model = encoder(reg_tokens=1, **rope)
     images, keep, hidden = drawn()
@@ -46,7 +46,7 @@ def test_the_encoder_never_reads_the_other_patches(rope_type):
 
 
 @pytest.mark.parametrize("no_embed_class", [False, True])
-def test_a_token_stands_in_place_of_masked_patches(no_embed_class):
+def test_mask_token(no_embed_class):
     """As SimMIM and iBOT define it, by torch: the token, then positions."""
     model = encoder(no_embed_class=no_embed_class)
     images, _, hidden = drawn()
@@ -124,7 +124,7 @@ def test_the_decoder_is_maes():
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_target_sets_are_those_of_each_alone():
+def test_decoder_target_sets():
     """JEPA: several sets, of two lengths, for one context: one pass of the blocks."""
     model = encoder()
     images, keep, hidden = drawn()
@@ -149,7 +149,7 @@ def test_target_sets_are_those_of_each_alone():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_what_does_not_fit_is_refused():
+def test_masked_rejects():
     model, (images, keep, hidden) = encoder(), drawn()
     mask = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE)
     decoder = MaskedDecoder(model, out_dim=4, embed_dim=16, depth=1, num_heads=2).to(DEVICE)

@@ -41,13 +41,13 @@ def _of_timm(theirs: nn.Module, ours: VisionTransformer) -> None:
     assert torch.equal(ours(images), ours(images))
 
 
-def test_patch_dropout_is_timm_s():
+def test_patch_dropout_matches_timm():
     timm = pytest.importorskip("timm")
     theirs = timm.models.VisionTransformer(**SIZES, patch_drop_rate=0.6)
     _of_timm(theirs, _model(patch_drop_rate=0.6))
 
 
-def test_positions_resampled_in_16_bits_keep_their_dtype():
+def test_pos_embed_resample_dtype():
     model = _model(dynamic_img_size=True).bfloat16().eval()
     images = torch.randn(1, 3, 12, 20, device=DEVICE, dtype=torch.bfloat16)
     assert model.forward_features(images).dtype is torch.bfloat16
@@ -62,7 +62,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("how", OTHER)
-def test_a_convolution_of_other_patches_is_called(how):
+def test_replaced_patch_conv(how):
     """Its stride set for dense features, or another one in its place."""
     module, images = PatchEmbed(16, 4, embed_dim=33).to(DEVICE), torch.randn(2, 3, 16, 16)
     module.proj = torch.nn.Conv2d(3, 33, **OTHER[how]).to(DEVICE)
@@ -70,7 +70,7 @@ def test_a_convolution_of_other_patches_is_called(how):
     assert torch.equal(module(images), module.proj(images).flatten(2).mT)
 
 
-def test_a_called_embedding_drops_the_same_patches():
+def test_patch_dropout_with_hooked_proj():
     """The path that calls the projection gathers afterwards."""
     fused = PatchEmbed(16, 4, embed_dim=32).to(DEVICE)
     called = copy.deepcopy(fused)

@@ -48,7 +48,7 @@ def test_activation_value_and_derivative(activation, reach):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_of_every_number_of_16_bits(activation, dtype):
+def test_activation_16_bit_inputs(activation, dtype):
     """The ways of their own that such results take cost no more than an eighth of a rounding."""
     z = torch.arange(2**16, device=DEVICE).to(torch.int16).view(dtype)
     z = z[z.isfinite()]

@@ -121,7 +121,7 @@ def _run_all(cases):
     return [*faults, *(all_configs.run_config(r, c) for r in found for c in r.configs())]
 
 
-def test_a_wrong_config_behind_another_route_is_found(planted):
+def test_wrong_config_found(planted):
     runs = _run_all([planted])
     found = {(run.table, run.config): run.fault for run in runs}
     # UNFIT is not run; the tables are both reached
@@ -132,7 +132,7 @@ def test_a_wrong_config_behind_another_route_is_found(planted):
     assert all_configs.passed([r for r in runs if r.fault is None])
 
 
-def test_a_table_that_no_case_reaches_fails(planted):
+def test_unreached_table_fails(planted):
     ConfigTable("asleep", [RIGHT], lambda *_: RIGHT)
     runs = [run for run in _run_all([planted]) if run.fault is None]
     assert not all_configs.passed(runs)

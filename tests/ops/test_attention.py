@@ -98,7 +98,7 @@ def _in_equal_strides(x):
 
 @pytest.mark.parametrize("unpack", [torch.Tensor.contiguous, _in_equal_strides])
 @pytest.mark.parametrize("T", [37, 150], ids=["one_pass", "split"])
-def test_attention_with_saved_tensors_laid_out_anew(T, unpack):
+def test_attention_saved_tensor_layouts(T, unpack):
     """lse is saved in padded rows: a hook that moves it away and back need not keep them."""
 
     def hooked(qkv):
@@ -154,7 +154,7 @@ def test_attention_dropout(T, dtype, monkeypatch):
     assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, dtype))
 
 
-def test_attention_dropout_seeds_differ_in_62_bits():
+def test_attention_dropout_seed_bits():
     seeds = [int(attention_functions.draw_seed(DEVICE)) for _ in range(64)]
     assert functools.reduce(operator.or_, seeds) == 2**62 - 1
 
@@ -182,7 +182,7 @@ def test_qkv_attention(dtype, bias):
     )
 
 
-def test_qkv_attention_gradient_of_a_bias_wider_than_the_weight():
+def test_qkv_attention_fp32_dbias():
     x, weight, bias = rand(2, 5, 16), rand(48, 16, dtype=bf16, seed=1), rand(48, seed=2)
     with torch.autocast(DEVICE.type, bf16):
         out = qkv_attention(x, weight, bias, num_heads=1)
@@ -190,7 +190,7 @@ def test_qkv_attention_gradient_of_a_bias_wider_than_the_weight():
     assert not torch.equal(dbias, dbias.bfloat16().float())  # rounded once, to its own dtype
 
 
-def test_qkv_attention_gradient_of_an_fp32_weight_is_not_rounded_under_autocast():
+def test_qkv_attention_autocast_fp32_dweight():
     x, weight = rand(2, 5, 16), rand(48, 16, seed=1)
     with torch.autocast(DEVICE.type, bf16):
         out = qkv_attention(x, weight, None, num_heads=1)
@@ -261,7 +261,7 @@ def test_qkv_bias_gradient(T, one_pass):
     assert of_k == 0 if one_pass else of_k < 0.01 * dbias.abs().max()
 
 
-def test_qkv_bias_gradient_with_dropout_is_the_sum_of_what_is_stored():
+def test_qkv_bias_gradient_with_dropout():
     """Dropped probabilities do not add up to 1: nothing but dv has their sum."""
     qkv, out = rand(2, 20, 3, 2, 32, grad=False), rand(2, 20, 2, 32, seed=1, grad=False)
     seed = torch.tensor([5], device=DEVICE)
@@ -273,7 +273,7 @@ def test_qkv_bias_gradient_with_dropout_is_the_sum_of_what_is_stored():
     torch.testing.assert_close(dbias, dqkv.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)
 
 
-def test_attention_agrees_with_a_plain_loop():
+def test_attention_one_row_by_hand():
     """One row computed by hand, so that the specification itself is checked."""
     qkv = rand(1, 6, 3, 1, 8, grad=False)
     q, k, v = qkv[0, :, :, 0].unbind(1)

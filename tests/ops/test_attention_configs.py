@@ -98,14 +98,14 @@ def test_defaults_fit_by_every_triton(monkeypatch, version):
             assert table.fits(on, table.default(on, *key), *key), (table.name, on.arch, key)
 
 
-def test_one_pass_takes_16_keys_in_fp32_alone():
+def test_one_pass_16_keys_fp32_only():
     """By 16 keys of bf16 an H100 read past its memory, T = 50, D = 64."""
     for config, dtype in product(ONE_PASS_TABLE.configs, ("bf16", "fp16", "fp32")):
         fits = ONE_PASS_TABLE.fits(H100, config, dtype, 32, 50, "none", "many")
         assert not fits or (config.block_kv == 16) == (dtype == "fp32")
 
 
-def test_backward_on_hopper_takes_eight_warps():
+def test_hopper_backward_has_eight_warps():
     """Several products at 64-wide tiles with four warps are reported wrong: triton #11366.
 
     Four are left to the one part of T <= 64, where eight would compute everything twice.
@@ -162,13 +162,13 @@ def test_gluon_can_be_turned_off(gluon):
     assert BWD_TABLE.default(H100, *_problem(64, 577, 12, 64, bf16, H100).key()).route == "triton"
 
 
-def test_an_interface_that_has_changed_is_told_once(gluon, recwarn):
+def test_gluon_import_error_warns_once(gluon, recwarn):
     gluon.setitem(sys.modules, "fastvit_kernels.runtime.gluon", None)
     assert not has_gluon() and not has_gluon()
     assert [str(w.message).split(" with")[0] for w in recwarn] == ["no Gluon kernels"]
 
 
-def test_what_attention_in_turns_cannot_take_runs_plain(monkeypatch):
+def test_pingpong_unsupported_falls_back(monkeypatch):
     """Launches of tensors that are not packed; all in the interpreter, which has no Gluon."""
     with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
         problem = _problem(256, 197, 12, 64, bf16, H100)

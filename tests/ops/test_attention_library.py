@@ -99,7 +99,7 @@ every_op = pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", TAKEN, ids=dtype_id)
 @pytest.mark.parametrize("T", [1, 37, 64])
 @every_op
-def test_the_library_keeps_the_2x_rule(op, T, dtype, took):
+def test_library_attention(op, T, dtype, took):
     function, reference, inputs = OPS[op]
     assert_accurate(function, reference, inputs(T=T, dtype=dtype))
     assert set(took) == {"fwd", "bwd"}
@@ -109,7 +109,7 @@ def test_the_library_keeps_the_2x_rule(op, T, dtype, took):
     "table", [(FWD_TABLE, LIBRARY_FWD), (BWD_TABLE, LIBRARY_BWD)], ids=["fwd", "bwd"]
 )
 @every_op
-def test_forward_and_backward_may_go_different_ways(op, table, took):
+def test_library_forward_triton_backward(op, table, took):
     """One lse serves both: base 2, rows padded with what makes p 0 in our backward."""
     function, reference, inputs = OPS[op]
     with forced_route("triton"), forced(table[0].name, table[1]):
@@ -117,7 +117,7 @@ def test_forward_and_backward_may_go_different_ways(op, table, took):
     assert set(took) == {table[0].name[-3:]}
 
 
-def test_packed_in_any_layout_packed_out(took):
+def test_library_qkv_layouts(took):
     B, T = 2, 21
     layouts = {
         "packed": rand(B, T, 3, H, D, dtype=fp16, grad=False),
@@ -136,7 +136,7 @@ def test_packed_in_any_layout_packed_out(took):
     assert took.count("fwd") == took.count("bwd") >= 2 * len(layouts)
 
 
-def test_an_upstream_gradient_in_any_layout(took):
+def test_library_upstream_layouts(took):
     for upstream in (torch.randn(D, device=DEVICE), torch.randn(1, device=DEVICE)):
         expanded = upstream.to(TAKEN[0]).expand(2, 37, H, D)
         assert_accurate(attention, attention_ref, _packed(), upstream=[expanded])
@@ -147,7 +147,7 @@ def test_an_upstream_gradient_in_any_layout(took):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="stands in for cuDNN on a CPU")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)], ids=str)
-def test_out_and_dout_lie_as_where_torch_makes_them(order, monkeypatch, took):
+def test_library_out_strides_match_torch(order, monkeypatch, took):
     """Of torch's cuDNN backward a graph is kept by q, k and v: what lay otherwise, in our call or
     in torch's own, would be read in the strides of the first call."""
     make = torch.empty(tuple((2, H, 37, D)[i] for i in order), dtype=bf16).permute
@@ -182,7 +182,7 @@ def test_each_gradient_alone(op, took):
 
 
 @every_op
-def test_where_bits_must_repeat_ours_run(op, took):
+def test_deterministic_uses_triton(op, took):
     function, _, make = OPS[op]
 
     def run():
@@ -201,7 +201,7 @@ def test_where_bits_must_repeat_ours_run(op, took):
     assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
 
 
-def test_between_forward_and_backward_the_switch_may_turn(took):
+def test_deterministic_set_between_fwd_and_bwd(took):
     qkv = _packed()["qkv"]
     (wanted,) = torch.autograd.grad(attention(qkv).square().sum(), qkv)
     out = attention(qkv)
@@ -227,7 +227,7 @@ def test_between_forward_and_backward_the_switch_may_turn(took):
     ],
     ids=["dropout", "keys", "bias", "varlen", "cross", "cross, causal"],
 )
-def test_what_the_library_is_not_asked_for(call, took):
+def test_library_not_used(call, took):
     call(_packed()["qkv"]).sum().backward()
     assert not took
 
@@ -249,7 +249,7 @@ def test_compiled_whole(op, took):
     assert took == ["fwd", "bwd"] * 2
 
 
-def test_gradients_lie_as_compilers_are_told(took, monkeypatch):
+def test_library_gradient_strides(took, monkeypatch):
     """Tokens first, whatever strides the library gives them."""
     backward = launch.sdpa_backward
 
@@ -284,7 +284,7 @@ def test_under_autocast(took):
     ("choice", "kernels"), [("FLASH_ATTENTION", FLASH), ("CUDNN_ATTENTION", CUDNN)]
 )
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_cudas_kernels_take_what_they_are_given(choice, kernels, is_causal, monkeypatch):
+def test_cuda_sdpa_signatures(choice, kernels, is_causal, monkeypatch):
     set_deterministic(False)
     monkeypatch.setattr(cudnn, "sdpa_choice", lambda *_, **__: getattr(SDPBackend, choice).value)
     assert None not in kernels
@@ -301,7 +301,7 @@ def test_cudas_kernels_take_what_they_are_given(choice, kernels, is_causal, monk
         assert grads is not None and {x.shape for x in grads} == {q.shape}
 
 
-def test_where_torch_would_take_another_ours_runs(monkeypatch):
+def test_library_only_flash_or_cudnn(monkeypatch):
     set_deterministic(False)
     with FakeTensorMode():
         heads = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda").unbind(2)
@@ -338,7 +338,7 @@ def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
-def test_blackwell_never_copies_ahead_of_tensor_cores(arch, monkeypatch):
+def test_blackwell_num_stages(arch, monkeypatch):
     """cp.async without a fence before tcgen05: pytorch #181248, triton #10537."""
     monkeypatch.setattr(gemm, "INTERPRETED", False)
     fields = (197, "add", False, "ieee")

@@ -383,7 +383,7 @@ def test_bad_calls(op, name):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_float64_takes_the_torch_path(op):
+def test_float64_falls_back(op):
     """No kernel for it is not an error."""
 
     def double(x):
@@ -396,7 +396,7 @@ def test_float64_takes_the_torch_path(op):
 
 
 @pytest.mark.parametrize("op", [n for n, op in OPS.items() if "residual" in op.args])
-def test_a_float64_residual_takes_the_torch_path(op):
+def test_float64_residual_falls_back(op):
     """The sum has its dtype, and has to have its bits and its range."""
     good = GOOD[op]()
     wide = torch.full(tuple(GOOD[op].call(**good).shape), 1e300, dtype=torch.float64, device=DEVICE)
@@ -406,7 +406,7 @@ def test_a_float64_residual_takes_the_torch_path(op):
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, -2, 1e-30])
 @pytest.mark.parametrize("op", [name for name in OPS if "scale" in FACTS[name].options])
-def test_scale_not_positive_takes_the_torch_path(op, scale):
+def test_non_positive_scale_falls_back(op, scale):
     good = GOOD[op]()
     y = GOOD[op].call(**good, scale=scale)
     with fk.backend("torch"):
@@ -419,7 +419,7 @@ def _with_gradients(op: str) -> dict[str, Any]:
     return {n: x.requires_grad_() if n in trained else x for n, x in GOOD[op]().items()}
 
 
-def test_a_mask_beside_a_tiny_scale_counts():
+def test_mask_with_tiny_scale():
     q, k, v = (rand(1, 1, 6, 8, seed=i, grad=False) for i in range(3))
     mask = rand(6, 6, seed=3, grad=False)
     y, wanted = (
@@ -430,7 +430,7 @@ def test_a_mask_beside_a_tiny_scale_counts():
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_nested_tensors_take_the_path_of_torch(layout):
+def test_nested_tensors_fall_back(layout):
     parts = [torch.randn(2, 4, 8), torch.randn(3, 4, 8)]
     q = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
     q = q.contiguous() if layout is torch.strided else q  # each as torch asks for it
@@ -473,7 +473,7 @@ def test_double_backward(op):
 
 @pytest.mark.parametrize("residual", ["", "residual", "no gradient"])
 @pytest.mark.parametrize("op", ["linear", "mlp", "gated_mlp"])
-def test_a_result_may_change_in_place(op, residual):
+def test_output_modified_in_place(op, residual):
     """As a block's may: what follows it adds to it, or clamps it."""
     unusual = ("residual", "layer_scale", "row_scale")
     results = []
@@ -491,7 +491,7 @@ def test_a_result_may_change_in_place(op, residual):
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "made"])
 @pytest.mark.parametrize("op", OPS)
-def test_double_backward_for_named_inputs(op, leaves):
+def test_double_backward_with_inputs(op, leaves):
     """The engine then runs what leads to these inputs alone: products of a Hessian."""
     arguments = _with_gradients(op)
     given = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}

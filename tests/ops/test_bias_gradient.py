@@ -39,7 +39,7 @@ def _check(inputs, **options):
     [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)],
     ids=str,
 )
-def test_bias_gradient_is_summed_over_what_shares_it(mask, dtype):
+def test_bias_gradient_broadcast(mask, dtype):
     _check(_inputs(5, 3, 19, 16, mask, dtype, S=21))
 
 
@@ -56,16 +56,16 @@ def _check_packed(inputs, **options):
 @pytest.mark.parametrize(
     "mask", [(2, 17, 17), (6, 1, 17, 17), (3, 2, 17, 17), (3, 1, 17, 17), (1, 1, 1, 17)], ids=str
 )
-def test_bias_gradient_of_packed_qkv_and_windows(mask, dtype):
+def test_bias_gradient_windows(mask, dtype):
     _check_packed(_packed(6, 17, 2, 16, mask, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_bias_gradient_of_wide_heads_in_several_tiles(dtype):
+def test_bias_gradient_wide_heads(dtype):
     _check_packed(_packed(1, 150, 1, 80, (1, 150, 150), dtype), scale=0.2)
 
 
-def test_bias_gradient_in_several_programs_is_the_same_twice():
+def test_bias_gradient_deterministic():
     """Nine heads of each bias, four a program: partials of three are added in order."""
     inputs = _packed(9, 20, 2, 16, (2, 20, 20))
     _check_packed(inputs)
@@ -79,7 +79,7 @@ def test_bias_gradient_in_several_programs_is_the_same_twice():
     assert all(map(torch.equal, first, second))
 
 
-def test_bias_gradient_is_zero_where_a_key_is_hidden():
+def test_bias_gradient_hidden_keys():
     inputs = _packed(2, 20, 2, 16, (2, 20, 20))
     bias = inputs["attn_mask"].detach()
     bias[:, 3] = torch.finfo(bias.dtype).min
@@ -112,7 +112,7 @@ def test_bias_gradient_with_dropout(monkeypatch):
         assert_accurate(partial(attention, dropout_p=p), reference, inputs)
 
 
-def test_a_bias_in_fp32_beside_bf16():
+def test_bias_gradient_fp32_bias_bf16_qkv():
     """As under autocast: its gradient is fp32 too, and is not rounded on the way."""
     inputs = _packed(3, 17, 2, 16, (2, 17, 17), torch.bfloat16)
     inputs["attn_mask"] = rand(2, 17, 17, seed=3)

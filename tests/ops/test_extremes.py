@@ -161,7 +161,7 @@ def _same(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [bf16], ids=dtype_id)
 @pytest.mark.parametrize(("op", "name"), CASES, ids=lambda x: str(x))
-def test_what_is_not_finite_spreads_as_in_the_specification(op, name, dtype):
+def test_non_finite_propagation(op, name, dtype):
     """Positions in the output and all gradients; in the output NaN and the sign of inf too.
 
     Gradients are sums, which the kernels take in another order: where inf meets -inf on the way of
@@ -192,7 +192,7 @@ def test_what_is_not_finite_spreads_as_in_the_specification(op, name, dtype):
 
 
 @pytest.mark.parametrize("value", [nan, inf], ids=str)
-def test_causal_queries_do_not_see_a_later_key(value):
+def test_causal_nan_in_later_key(value):
     """torch's MATH adds -inf to its NaN score, and so gives NaN to the queries before it too."""
     heads = {name: x.detach().abs() for name, x in _heads(20).items()}
     heads["key"][0, 1, 6, 3] = value
@@ -202,7 +202,7 @@ def test_causal_queries_do_not_see_a_later_key(value):
     assert out[0, 1, 6:].isnan().all()
 
 
-def test_scores_that_are_all_minus_infinity_give_nan():
+def test_all_minus_inf_scores_give_nan():
     """The kernels look for rows without a key only under a mask; torch gives 0. docs/numerics.md"""
     heads = {name: x.detach().abs() for name, x in _heads(1).items()}
     heads["key"][0, 1, 0, 3] = -inf
@@ -215,7 +215,7 @@ def test_scores_that_are_all_minus_infinity_give_nan():
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("T", [20, 70], ids=lambda t: f"T{t}")
-def test_fully_masked_rows_are_zeros_as_in_torch(T, kind, dtype):
+def test_fully_masked_rows_are_zero(T, kind, dtype):
     seen = rand(T, T + 3, grad=False, seed=8) > 0
     seen[3] = seen[T - 1] = False
     mask: Tensor = seen
@@ -248,7 +248,7 @@ CLOSE = {fp32: 2e-3, fp16: 4e-3, bf16: 3e-2}  # scores beside -1e4 keep three di
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("value", [-1e4, torch.finfo(fp32).min], ids=str)
 @pytest.mark.parametrize("op", ["attention", SDPA])
-def test_rows_that_a_finite_mask_hides_have_the_gradients_of_the_formula(op, value, dtype, route):
+def test_finite_mask_hidden_rows_gradients(op, value, dtype, route):
     """Of softmax(q k^T + mask) v, written out in fp32: torch's fused kernels lose the sum of such a
     row, and the gradients were 5 to 13 times too large."""
     T, H, D = 33, 2, 32

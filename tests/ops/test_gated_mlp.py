@@ -97,7 +97,7 @@ def test_gated_mlp_parts(route, form, bias, epilogue):
     _check(_inputs((4, 9), 24, 50, 16, form=form, bias=bias, epilogue=epilogue), form)
 
 
-def test_gated_mlp_knows_gate_from_value():
+def test_gated_mlp_gate_order():
     """The gate is the first half; with gate_last, and beside a gate_weight, it is the other one."""
     x, fc2 = rand(5, 8), torch.eye(6, device=DEVICE)
     a, b = rand(6, 8, seed=1), rand(6, 8, seed=2)
@@ -129,7 +129,7 @@ def test_mlp_takes_packed_gates_by_name(activation, gate):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("form", FORMS[:3])
-def test_gated_mlp_recompute_keeps_every_bit(form, dtype):
+def test_gated_mlp_recompute_bits(form, dtype):
     inputs = _inputs(dtype=dtype, form=form)
     stored, rebuilt = (_gradients(inputs, form, recompute=r) for r in (False, True))
     for name in stored:
@@ -180,7 +180,7 @@ def test_gated_mlp_extremes(activation, form, dtype):
     assert all(e.max < float("inf") for e in errors)
 
 
-def test_gated_mlp_norm_of_a_constant_row_is_its_bias():
+def test_gated_mlp_norm_constant_row():
     """Equal hidden values: the rounding of their mean must not pass for a variance."""
     inputs = _inputs((4,), 8, 341, 16, form="normed", epilogue=PLAIN)
     with torch.no_grad():
@@ -244,13 +244,13 @@ def test_gated_mlp_saves_what_it_says():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gated_mlp_norm_of_rows_that_are_read_twice(recompute, dtype):
+def test_gated_mlp_norm_wide_rows(recompute, dtype):
     """Rows past MAX_KEPT_F in the backward; those of packed weights lie twice as far apart."""
     form = "packed, normed" if recompute else "normed"
     _check(_inputs((5,), 8, 2730, 12, dtype, form), form, recompute=recompute)
 
 
-def test_gated_mlp_wide_norm_takes_the_torch_path():
+def test_gated_mlp_wide_norm_falls_back():
     inputs = _inputs((2,), 4, 4104, 4, form="normed")
     with backend("triton"), pytest.raises(RuntimeError, match="more than 4096 hidden features"):
         gated_mlp(**inputs)

@@ -84,7 +84,7 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
         assert by_tma(other, b) is None
 
 
-def test_gemm_of_the_library_where_an_address_is_off_16_bytes():
+def test_gemm_unaligned_uses_library():
     """By pointers too: their loads would be of single elements."""
     a, b = rand(64, 32, dtype=bf16, grad=False), rand(32, 16, dtype=bf16, grad=False)
     off_a, off_b = (rand(x.numel() + 1, dtype=bf16, grad=False)[1:].view(x.shape) for x in (a, b))
@@ -93,7 +93,7 @@ def test_gemm_of_the_library_where_an_address_is_off_16_bytes():
     assert gemm.tile_plan(config, off_a, b) is gemm.tile_plan(config, a, off_b) is None
 
 
-def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
+def test_gemm_without_tma_uses_library(monkeypatch):
     """No pointers take the place of descriptors: on sm_90 wgmma would race with cp.async."""
     x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
     for config in (LIBRARY, TMA_PAIR, WIDE_TMA):
@@ -104,7 +104,7 @@ def test_gemm_of_the_library_where_tma_cannot_read(monkeypatch):
     torch.testing.assert_close(y, linear_ref(x, weight, activation="gelu"))
 
 
-def test_gemm_leaves_the_users_allocator_alone(monkeypatch):
+def test_gemm_keeps_user_allocator(monkeypatch):
     """During a launch with descriptors Triton finds our allocator, afterwards the user's again."""
     from private import kernels_allocator
 
@@ -172,7 +172,7 @@ def test_gluon_can_be_turned_off(monkeypatch):
         has_gluon.cache_clear()
 
 
-def test_what_gluon_cannot_end_takes_the_plain_tile(monkeypatch):
+def test_gemm_plain_tile_without_gluon_epilogue(monkeypatch):
     monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
     monkeypatch.setattr(gemm, "INTERPRETED", False)
     a, b = (rand(256, 64, dtype=bf16, grad=False) for _ in range(2))

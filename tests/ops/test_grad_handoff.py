@@ -103,7 +103,7 @@ def test_grad_handoff_gradients(op, scales, low, seen):
         assert seen == [(f"{op}_bwd", low, (False, "layer_scale" in scales))]
 
 
-def test_no_handover_past_an_activation():
+def test_grad_handoff_not_past_activation():
     """The sum of d is no gradient of a bias whose sum is activated."""
     inputs = _inputs("linear", fp32)
     first, second = (functools.partial(f, activation="gelu") for f in (linear, linear_ref))

@@ -216,7 +216,7 @@ def transposed_values(ttir: str) -> list[str]:
     return found
 
 
-def test_no_transpose_of_a_computed_value_in_the_ir(compiled):
+def test_no_transpose_of_computed_value(compiled):
     """Wrong gradients from tl.dot(tl.trans(x), y), x from an accumulator: fla #640, #826, #983.
     After inlining: what is transposed comes out of a load."""
     seen = 0

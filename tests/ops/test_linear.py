@@ -79,7 +79,7 @@ def test_linear_sizes(route, M, K, N, dtype):
     _check(inputs)
 
 
-def test_linear_walks_every_tile_of_a_long_input(route):
+def test_linear_many_row_blocks(route):
     """More row blocks than GROUP_M, and a group that is not full."""
     _check(_inputs((64 * gemm.GROUP_M + 100,), 33, 130, epilogue=["layer_scale"]), "silu")
 
@@ -138,7 +138,7 @@ def test_linear_extremes(route, activation, dtype):
     assert all(e.max < float("inf") for e in errors)
 
 
-def test_linear_small_layer_scale_keeps_its_fp16_gradient(route):
+def test_linear_small_layer_scale_fp16(route):
     """layer_scale * W at 1e-5 is below fp16's range: it must not be formed."""
     inputs = _inputs((4, 16), 64, 48, fp16, epilogue=EPILOGUES["all"], side_dtype=fp32)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_linear_autocast(route, x_dtype, epilogue, activation):
     assert [g.dtype for g in grads] == [x.dtype for x in leaves]
 
 
-def test_linear_writes_fp32_weight_gradients_without_rounding_to_bf16():
+def test_linear_autocast_fp32_dweight():
     inputs = _inputs((64, 8), 32, 24)
     with torch.autocast(DEVICE.type, dtype=bf16):
         y = linear(**inputs)
@@ -210,7 +210,7 @@ def test_linear_saves_what_it_says():
         assert _saved_shapes(lambda: linear(**plain, activation="gelu")) == []
 
 
-def test_linear_row_scale_with_gradient_takes_the_torch_path():
+def test_linear_row_scale_gradient_falls_back():
     inputs = _inputs(epilogue=EPILOGUES["all"])
     inputs["row_scale"].requires_grad_()
     _check(inputs, "gelu")
@@ -235,7 +235,7 @@ def test_linear_compiles_without_graph_breaks():
         assert torch.equal(a, b)
 
 
-def test_linear_epilogue_reads_a_bias_unrounded_under_autocast():
+def test_linear_autocast_bias_fp32():
     x, weight = rand(3, 16, grad=False), torch.zeros(8, 16, device=DEVICE)
     bias = torch.full((8,), 1 + 2.0**-12, device=DEVICE)  # bf16 has no such number
     residual = torch.zeros(3, 8, device=DEVICE)
@@ -248,7 +248,7 @@ def test_linear_epilogue_reads_a_bias_unrounded_under_autocast():
     [(False, fp32, 1e-6), (True, fp32, 1e-6), (False, bf16, 2.0**-6)],
     ids=["residual", "layer_scale", "bf16 residual"],
 )
-def test_linear_adds_a_bias_of_another_dtype_unrounded(scaled, dtype, tolerance):
+def test_linear_bias_dtype(scaled, dtype, tolerance):
     """By the library's route too, where an epilogue follows and no pre-activation is saved. Beside
     a residual of the compute dtype alone nothing follows, and the bias is rounded with the sum."""
     x, weight = rand(2, 5, 16, grad=False).zero_(), rand(24, 16, seed=1, grad=False)

@@ -72,7 +72,7 @@ def test_mlp_backward(route, epilogue, activation, dtype):
 
 @pytest.mark.parametrize("dtype", [bf16], ids=dtype_id)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_mlp_recompute_keeps_every_bit(route, activation, dtype):
+def test_mlp_recompute_bits(route, activation, dtype):
     inputs = _inputs(dtype=dtype)
     stored, rebuilt = (_gradients(inputs, activation, recompute) for recompute in (False, True))
     for name in stored:
@@ -149,7 +149,7 @@ def test_mlp_saves_what_it_says():
         assert _saved_shapes(lambda: mlp(**inputs)) == []
 
 
-def test_mlp_writes_dz_over_z_where_nobody_sees_it(route):
+def test_mlp_dz_in_place(route):
     """Not where a hook has seen z or may, nor where a second backward reads it."""
     inputs = _inputs((12,), 24, 40, 16)
     gradients = _gradients(inputs).values()
@@ -186,7 +186,7 @@ def test_mlp_keeps_z_where_a_graph_records(monkeypatch):
     assert found == [True, False]
 
 
-def test_mlp_row_scale_with_gradient_takes_the_torch_path():
+def test_mlp_row_scale_gradient_falls_back():
     inputs = _inputs()
     inputs["row_scale"].requires_grad_()
     _check(inputs)

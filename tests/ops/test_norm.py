@@ -58,7 +58,7 @@ def _inputs(norm, rows, C, dtype, param_dtype=None):
 
 
 @pytest.mark.parametrize("first", [fp16, fp32], ids=dtype_id)
-def test_a_bias_of_another_dtype_than_the_weight_keeps_its_gradient(first):
+def test_norm_bias_dtype(first):
     """Each has its own dtype's precision and range."""
     second = fp32 if first is fp16 else fp16
     x, weight, bias = rand(64, 96), rand(96, dtype=first), rand(96, dtype=second)
@@ -96,7 +96,7 @@ def test_norm_adds_a_residual(norm, dtype):
 
 
 @both_norms
-def test_norm_adds_a_residual_behind_a_linear(norm):
+def test_norm_residual_after_linear(norm):
     """x of a linear: the norm leaves it the sums of its gradient, and the residual's is dy."""
     inputs = _inputs(norm, (2, 5), 40, bf16)
     inputs |= {"w": rand(40, 40, dtype=bf16, scale=40**-0.5), "b": rand(40, dtype=bf16, seed=8)}
@@ -113,7 +113,7 @@ def test_norm_adds_a_residual_behind_a_linear(norm):
 
 
 @both_norms
-def test_norm_of_a_frozen_branch_hands_the_residual_its_gradient(norm):
+def test_norm_residual_gradient_of_frozen_branch(norm):
     inputs = {n: x.detach() for n, x in _inputs(norm, (2, 3), 16, fp32).items()}
     residual = rand(2, 3, 16, dtype=bf16)
     norm.op(**inputs, residual=residual).sum().backward()
@@ -181,7 +181,7 @@ def test_norm_and_input(norm, dtype):
 
 
 @both_norms
-def test_norm_and_input_hands_on_the_same_memory(norm):
+def test_norm_and_input_shares_memory(norm):
     x = rand(3, 64)
     _, handed_on = norm.and_input(x)
     assert handed_on.data_ptr() == x.data_ptr()
@@ -206,7 +206,7 @@ def test_norm_expanded_gradient(norm):
 
 
 @both_norms
-def test_norm_and_input_gradients_of_different_strides(norm):
+def test_norm_and_input_gradient_strides(norm):
     """The residual's gradient has rows of its own stride, not those of dy."""
     wide = torch.randn(4, 6, 130, device=DEVICE)
     upstream = [wide[..., :64], torch.randn(64, device=DEVICE).expand(4, 6, 64)]
@@ -217,7 +217,7 @@ def test_norm_and_input_gradients_of_different_strides(norm):
 
 
 @both_norms
-def test_norm_autocast_writes_the_dtype_of_torchs_own(norm):
+def test_norm_autocast_dtype(norm):
     """On a CPU torch's autocast leaves norms in the dtype of their input."""
     for dtype in (bf16, fp32):
         x = rand(3, 64, dtype=dtype)

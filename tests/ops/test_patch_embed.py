@@ -48,7 +48,7 @@ def test_patch_embed_backward(case, dtype):
     assert_accurate(patch_embed, patch_embed_ref, _inputs(*CASES[case], dtype=dtype))
 
 
-def test_what_is_added_is_rounded_with_the_product_once():
+def test_patch_embed_rounds_once():
     one = torch.ones(1, 1, 1, 1, device=DEVICE, dtype=bf16)
     bias, pos = one.flatten(), 0.375 * 2**-7 * one.view(1, 1, 1)  # of an ulp of 1; both exact
     with backend("triton"):
@@ -70,7 +70,7 @@ def test_patch_embed_promotes_like_cat_and_add(dtype, prefix_dtype, pos_dtype):
 
 @pytest.mark.parametrize("images_dtype", [fp32, bf16, fp16], ids=dtype_id)
 @pytest.mark.parametrize("pos", ["all", "patches", None])
-def test_patch_embed_autocast_is_torch_s(images_dtype, pos):
+def test_patch_embed_autocast(images_dtype, pos):
     def under_autocast(function):
         def call(**inputs):
             with torch.autocast(DEVICE.type, dtype=bf16):
@@ -133,7 +133,7 @@ def test_patch_embed_split_rows(dtype):
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16], ids=dtype_id)
-def test_patch_embed_equals_the_patchify_notation(dtype):
+def test_patch_embed_equals_patchify(dtype):
     """(B, C, H, W) -> (B, H'W', pH pW C), pixels in (pH, pW, C) order, then a Linear."""
     B, channels, patch_h, patch_w, C = 2, 3, 8, 4, 32
 

@@ -96,7 +96,7 @@ def test_layouts():
     assert_accurate(*BOTH, inputs | dict(images=frames_first.requires_grad_()))
 
 
-def test_kept_patches_of_a_shared_list_and_a_strided_gradient():
+def test_keep_expanded_and_strided_gradient():
     inputs = _inputs(*CASES["p4x3"], keep=True)
     inputs["keep"] = inputs["keep"][:1].expand(3, -1)
     out = patch_embed(**inputs)
@@ -104,7 +104,7 @@ def test_kept_patches_of_a_shared_list_and_a_strided_gradient():
     assert_accurate(*BOTH, inputs, upstream=[whole[..., ::2]])
 
 
-def test_kept_rows_are_those_of_all_patches():
+def test_keep_rows_bits():
     """Bit for bit: a row's product does not depend on its neighbours."""
     inputs = _inputs(*CASES["video-p2x4x4"], keep=True)
     keep = inputs.pop("keep")
@@ -140,7 +140,7 @@ def test_many_images_and_many_rows():
     assert_accurate(*BOTH, inputs)
 
 
-def test_an_index_out_of_range_reads_nothing():
+def test_keep_index_out_of_range():
     inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all", 3, keep=True)
     good = inputs["keep"].clone()
     for bad in (6, -1, 2**40):

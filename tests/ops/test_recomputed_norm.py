@@ -62,7 +62,7 @@ def _gradients(name, inputs, low, spoil=lambda x: None, norm="layer_norm", sampl
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 @pytest.mark.parametrize("some", [False, True], ids=["all", "kept samples"])
-def test_recomputed_norm_keeps_every_bit(name, norm, some):
+def test_recomputed_norm_bits(name, norm, some):
     inputs = _inputs()
     options: dict[str, Any] = dict(norm=norm)
     if some:  # the second of two
@@ -82,7 +82,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_recomputed_norm_of_a_view_that_is_saved(view):
+def test_recomputed_norm_saved_views(view):
     """An op inside may save y turned, in part, or in another shape."""
     inputs = _inputs()
     norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
@@ -100,7 +100,7 @@ def test_recomputed_norm_of_a_view_that_is_saved(view):
 
 
 @pytest.mark.parametrize("name", ["x", "norm_weight", "norm_bias"])
-def test_recomputed_norm_refuses_an_input_that_has_changed(name):
+def test_recomputed_norm_input_modified(name):
     inputs = _inputs()
 
     def spoil(x):
@@ -133,7 +133,7 @@ def _model_gradients(memory):
     return [p.grad for p in model.parameters()], counts
 
 
-def test_vision_transformer_of_low_memory_has_the_same_gradients():
+def test_vit_low_memory_bits():
     (default, kept), (low, rebuilt) = (_model_gradients(m) for m in ("default", "low"))
     assert all(torch.equal(a, b) for a, b in zip(default, low, strict=True))
     assert (kept[0], rebuilt[0]) == (5, 9)  # two norms a block, and the last; a block's once more
@@ -151,7 +151,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mlp_layer", ["Mlp", "SwiGLU"])
-def test_a_block_of_low_memory_under_any_upstream_gradient(mlp_layer, layout):
+def test_low_memory_block_gradient_layouts(mlp_layer, layout):
     """Equal numbers in other memory, the input's and the gradient's: equal bits."""
     torch.manual_seed(0)
     block = Block(C, 2, init_values=0.5, mlp_layer=mlp_layer).to(DEVICE)
@@ -182,7 +182,7 @@ WEIGHTS = (
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_that_changes_before_the_backward_raises(name):
+def test_weight_modified_before_backward(name):
     """As an optimizer's step between the two does: under hooks autograd itself compares nothing."""
     block, x = Block(C, 2, init_values=0.5).to(DEVICE), rand(B, T, C)
     for block.memory in ("default", "low"):

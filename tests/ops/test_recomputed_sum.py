@@ -76,7 +76,7 @@ def _gradients(inputs, low, scaled=True, spoil=None):
 
 
 @pytest.mark.parametrize(("scaled", "bias"), [(True, True), (False, False)], ids=str)
-def test_recomputed_sum_keeps_every_bit(scaled, bias, made):
+def test_recomputed_sum_bits(scaled, bias, made):
     inputs = {n: x for n, x in _inputs().items() if bias or n != "bias"}
     wanted, default_keeps = _gradients(inputs, False, scaled)
     got, low_keeps = _gradients(inputs, True, scaled)
@@ -85,7 +85,7 @@ def test_recomputed_sum_keeps_every_bit(scaled, bias, made):
     assert len(made) == 1  # for the norm's output and for the norm's backward together
 
 
-def test_recomputed_sum_refuses_an_input_that_has_changed():
+def test_recomputed_sum_input_modified():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         _gradients(_inputs(), True, spoil=lambda first: first.detach().zero_())
 
@@ -106,7 +106,7 @@ def test_recomputed_sum_is_no_chain(made):
     assert len(made) == 2
 
 
-def test_recomputed_sum_leaves_other_inputs_alone():
+def test_recomputed_sum_other_inputs():
     p = _inputs()
     with backend("triton"):
         y, first = layer_norm_and_input(p["x"], p["norm1"])

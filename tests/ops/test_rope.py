@@ -46,7 +46,7 @@ def test_rope_backward(interleaved, norm, dtype):
     _check(inputs, interleaved=interleaved, prefix_tokens=2, norm=norm)
 
 
-def test_rope_norm_of_a_constant_head_is_its_bias():
+def test_rope_norm_constant_head():
     """Equal numbers: the rounding of their mean must not pass for a variance."""
     inputs = _inputs(1, 3, 2, 72, norm="layer_norm")
     flat = dict.fromkeys("qk", torch.full((1, 3, 2, 72), 1000.1, device=DEVICE))
@@ -67,7 +67,7 @@ def test_rope_tokens(interleaved, T):
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (1,), (2, 3), (1, 3), (2, 1)], ids=str)
-def test_rope_tables_of_tokens_samples_and_heads(lead):
+def test_rope_table_shapes(lead):
     inputs = _inputs(2, 7, 3, 16, prefix=1)
     _check({**inputs, **_tables(*lead, 6, 16)}, prefix_tokens=1)
 
@@ -113,11 +113,11 @@ def test_rope_gradients_of_other_layouts(norm):
 
 
 @pytest.mark.parametrize("T", [1, 3])
-def test_rope_of_the_prefix_alone(T):
+def test_rope_prefix_only(T):
     _check(_inputs(2, T, 2, 8, prefix=T, R=8), prefix_tokens=T)
 
 
-def test_rope_leaves_what_does_not_turn():
+def test_rope_unrotated_columns():
     """Bit for bit, also beside infinity: there a sine of 0 would leave NaN."""
     inputs = _inputs(1, 4, 1, 8, R=4, prefix=2)
     q = inputs["q"].detach().clone()
@@ -136,14 +136,14 @@ def _learnt(inputs):
 @pytest.mark.parametrize("lead", [(), (2,), (1,), (2, 3), (1, 3), (2, 1)], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=str)
 @PAIRINGS
-def test_rope_of_tables_that_learn(interleaved, norm, lead):
+def test_rope_learnt_tables(interleaved, norm, lead):
     """RoPE-ViT learns its frequencies: sums over the samples and heads that share a table."""
     inputs = _inputs(2, 6, 3, 16, prefix=1, norm=norm) | _tables(*lead, 5, 12)
     _check(_learnt(inputs), interleaved=interleaved, norm=norm, prefix_tokens=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_rope_of_tables_that_learn_in_ranges(dtype):
+def test_rope_learnt_tables_many_heads(dtype):
     """Forty heads share a table: more than one program sums them."""
     inputs = _learnt(_inputs(20, 4, 2, 16, dtype, prefix=1, norm="rms_norm"))
     inputs["cos"] = inputs["cos"].detach().to(bf16).requires_grad_()
@@ -151,5 +151,5 @@ def test_rope_of_tables_that_learn_in_ranges(dtype):
     _check({**inputs, "q": shifted}, prefix_tokens=1, norm="rms_norm")
 
 
-def test_rope_of_tables_that_learn_of_the_prefix_alone():
+def test_rope_learnt_tables_prefix_only():
     _check(_learnt(_inputs(2, 3, 2, 8, prefix=3, R=8)), prefix_tokens=3)

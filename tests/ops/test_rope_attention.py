@@ -44,13 +44,13 @@ def test_rope_attention_tokens(T, prefix):
 
 
 @pytest.mark.parametrize("norm", [None, "layer_norm"], ids=str)
-def test_rope_attention_of_tables_that_learn(norm):
+def test_rope_attention_learnt_tables(norm):
     inputs = _inputs(2, 19, 2, 16, norm=norm) | _tables(1, 2, 18, 16)
     inputs |= {name: inputs[name].detach().requires_grad_() for name in ("cos", "sin")}
     _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=True)
 
 
-def test_rope_attention_drops_and_scales_what_its_parts_do():
+def test_rope_attention_dropout_and_scale():
     inputs, options = _inputs(1, 19, 2, 16), dict(dropout_p=0.3, scale=0.9)
 
     def parts(x, weight, bias, cos, sin):

@@ -29,7 +29,7 @@ def _samples(batch=B, rate=0.4):
     ("batch", "rate", "kept"),
     [(5, 0.4, 3), (7, 0.5, 3), (1, 0.9, 1), (4, 1.0, 1), (3, 0.0, 3), (300, 0.3, 210)],
 )
-def test_as_many_and_the_same_samples_as_dinov2(batch, rate, kept, way, monkeypatch):
+def test_keep_samples_matches_dinov2(batch, rate, kept, way, monkeypatch):
     scatters = []
     scatter = torch.Tensor.scatter_
     monkeypatch.setattr(
@@ -82,7 +82,7 @@ def test_norm_forward_backward(norm, dtype):
 
 
 @pytest.mark.parametrize(("batch", "rate"), [(3, 0.0), (1, 0.9)])
-def test_all_samples_may_be_kept(batch, rate):
+def test_keep_all_samples(batch, rate):
     samples, x = _samples(batch, rate), rand(batch, T, C)
     with fk.backend("triton"):
         y, _ = layer_norm_and_input(x, torch.ones(C), samples=samples)
@@ -145,7 +145,7 @@ def test_gated_mlp_forward_backward():
 
 
 @pytest.mark.parametrize("route", ["library", "triton"])
-def test_dropped_samples_pass_bit_for_bit(route):
+def test_dropped_samples_unchanged(route):
     """Zeros keep their signs, infinities do not spread."""
     inputs = {n: x.detach() for n, x in _linear(N=C).items()}
     index = inputs["row_scale"][:3]
@@ -161,7 +161,7 @@ def test_dropped_samples_pass_bit_for_bit(route):
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_the_next_norm_leaves_d_of_kept_samples(norm, monkeypatch):
+def test_grad_handoff_of_kept_samples(norm, monkeypatch):
     """Two branches, each with samples of its own: what the first linear reads comes from the second
     norm's backward, and the first pass of its own goes away."""
     torch.manual_seed(4)

@@ -47,7 +47,7 @@ def test_sdpa_causal(lengths):
     _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
 
 
-def test_sdpa_causal_of_fewer_queries_than_a_tile_of_keys():
+def test_sdpa_causal_few_queries():
     _check(_heads(1, 2, 5, 150, 32, torch.bfloat16), is_causal=True)
 
 
@@ -88,7 +88,7 @@ def test_sdpa_masks_of_keys(T, D, one_row):
 
 
 @pytest.mark.parametrize("T_kv", [300, 1100], ids=["a tile", "two tiles"])
-def test_sdpa_masks_of_keys_pass_over_tiles_without_a_key(T_kv):
+def test_sdpa_key_mask_skips_tiles(T_kv):
     """Before, between and behind those that are shown. Keys that no program may load are NaN: their
     products would be. A program has 32 bits for tiles of 32 keys: above 1024, a bit is two tiles.
     """
@@ -131,7 +131,7 @@ def test_sdpa_layouts():
 
 
 @pytest.mark.parametrize("T", [13, 16])
-def test_sdpa_where_a_hook_saves_other_strides(T):
+def test_sdpa_saved_tensor_strides(T):
     q, k, v = (rand(2, 3, T, 8, seed=i) for i in range(3))
     upstream, found = rand(2, 3, T, 8, seed=3, grad=False), []
     for turned in (lambda t: t, lambda t: t.transpose(0, -1).contiguous().transpose(0, -1)):
@@ -142,13 +142,13 @@ def test_sdpa_where_a_hook_saves_other_strides(T):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_sdpa_output_joins_heads_without_a_copy():
+def test_sdpa_output_strides():
     out = scaled_dot_product_attention(**_heads(2, 3, 8, 8, 16))
     assert out.shape == (2, 3, 8, 16)
     assert out.transpose(1, 2).is_contiguous()
 
 
-def test_sdpa_gradient_of_a_mask_alike_for_all_keys_takes_the_torch_path():
+def test_sdpa_row_bias_gradient_falls_back():
     """It is 0 but for rounding, of which the kernels' is larger than torch's."""
     inputs, mask = _heads(1, 1, 6, 6, 16), rand(6, 1, seed=4)
     with backend("triton"), pytest.raises(RuntimeError, match="attn_mask needs a gradient and"):
@@ -173,7 +173,7 @@ def test_sdpa_gradient_of_a_mask_alike_for_all_keys_takes_the_torch_path():
         (lambda: _heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be at least"),
     ],
 )
-def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):
+def test_sdpa_unsupported_falls_back(inputs, reason):
     tensors = inputs()
     with backend("triton"), pytest.raises(RuntimeError, match=reason):
         scaled_dot_product_attention(**tensors)
@@ -181,14 +181,14 @@ def test_sdpa_unsupported_takes_the_torch_path(inputs, reason):
     torch.testing.assert_close(scaled_dot_product_attention(**tensors), expected)
 
 
-def test_sdpa_of_no_queries_gives_keys_and_values_no_gradient():
+def test_sdpa_no_queries():
     q, k, v = rand(1, 2, 0, 8), rand(1, 2, 5, 8, seed=1), rand(1, 2, 5, 8, seed=2)
     out = scaled_dot_product_attention(q, k, v)
     dk, dv = torch.autograd.grad(out.sum(), (k, v))
     assert not dk.count_nonzero() and not dv.count_nonzero()
 
 
-def test_sdpa_as_a_drop_in_does_not_call_itself(monkeypatch):
+def test_sdpa_as_drop_in(monkeypatch):
     q, k, v = (rand(1, 2, 3, 12, seed=i, grad=False) for i in range(3))  # D that torch alone takes
     wanted = F.scaled_dot_product_attention(q, k, v)
     monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
@@ -214,7 +214,7 @@ def test_sdpa_rejects_groups_that_do_not_divide():
         scaled_dot_product_attention(q, k, k, enable_gqa=True)
 
 
-def test_sdpa_with_a_mask_and_causal_is_torchs():
+def test_sdpa_mask_and_causal():
     q, k, v = (rand(1, 2, 5, 8, seed=i, grad=False) for i in range(3))
     mask = rand(5, 5, seed=3, grad=False)
     try:

@@ -38,7 +38,7 @@ def _check(T_q, T_kv, D, mask, dtype=torch.float16, shift=0.0):
 
 
 @pytest.mark.parametrize("T", [64, 192], ids=lambda t: f"T{t}")
-def test_half_a_tile_of_keys_under_low_scores(T):
+def test_half_tile_of_keys_low_scores(T):
     """Every logsumexp is near -120: exp(0 - lse) of a key that is not there overflows fp32."""
     mask = torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
     _check(T, T, 32, mask, shift=-120.0)
@@ -56,14 +56,14 @@ def test_261_tokens_with_a_mask(D):
     _check(261, 261, D, mask)
 
 
-def test_a_mask_whose_rows_no_load_is_aligned_to():
+def test_mask_rows_unaligned():
     """43 keys: no row of a boolean mask of 43 columns begins at a multiple of 8 bytes."""
     mask = rand(43, 43, grad=False) > -0.5
     mask[:, 0] = True
     _check(43, 43, 32, mask)
 
 
-def test_an_expanded_mask_reads_one_row():
+def test_expanded_mask():
     """Strides of 0 over queries and heads, as transformers expands a padding mask."""
     mask = torch.ones(1, 1, 1, 40, dtype=torch.bool, device=DEVICE)
     mask[..., 33:] = False

@@ -45,7 +45,7 @@ def test_varlen_lengths(lengths):
 
 
 @pytest.mark.parametrize("one_pass", [True, False], ids=["one_pass", "split"])
-def test_varlen_reads_no_row_behind_the_last_sequence(one_pass):
+def test_varlen_rows_past_last_sequence(one_pass):
     """Where max_seqlen fills the tiles, and NaN lies behind the last token: 0 * NaN is NaN."""
     qkv, upstream = rand(42, 3, 1, 16, dtype=bf16), rand(42, 1, 16, dtype=bf16, grad=False)
     starts = _starts(5, 0, 37)
@@ -77,7 +77,7 @@ def test_varlen_layouts():
 
 
 @pytest.mark.parametrize("D", [32, 72], ids=lambda d: f"D{d}")
-def test_varlen_gives_the_bits_of_each_sequence_alone(D):
+def test_varlen_bits_equal_single_sequences(D):
     """Where both take the same tiles; without gradients of one sequence in another's memory."""
     qkv = rand(2, 40, 3, 2, D, dtype=bf16, grad=False)
     upstream = rand(2, 40, 2, D, dtype=bf16, seed=9, grad=False)
@@ -126,7 +126,7 @@ def test_varlen_dropout():
     [((0, 5, 40), 40), ((0, 9, 4, 12), 9), ((-3, 5, 12), 12), ((0, 12), 4)],
     ids=["past the end", "descending", "before the first", "longer than max_seqlen"],
 )
-def test_varlen_touches_no_foreign_memory_whatever_cu_seqlens_holds(starts, max_seqlen):
+def test_varlen_bad_cu_seqlens_stays_in_bounds(starts, max_seqlen):
     """What comes out is not said; the tests' guard sees each address."""
     starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     qkv = rand(12, 3, 2, 16)
@@ -144,7 +144,7 @@ def test_varlen_touches_no_foreign_memory_whatever_cu_seqlens_holds(starts, max_
     ],
     ids=["sum", "first", "descending", "longest"],
 )
-def test_varlen_checks_values_under_the_debug_switch(starts, max_seqlen, message):
+def test_varlen_debug_checks(starts, max_seqlen, message):
     starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     qkv = rand(12, 3, 2, 16)
     with fk.backend("torch"), pytest.raises(ValueError, match=f"varlen_attention: {message}"):

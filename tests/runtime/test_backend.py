@@ -19,7 +19,7 @@ from fastvit_kernels.runtime.backend import (
 )
 
 
-def test_backend_is_auto_at_first_and_restored_after_a_block():
+def test_backend_context():
     assert get_backend() == "auto"
     with pytest.raises(KeyError), fk.backend("torch"):  # noqa: PT012
         assert get_backend() == "torch"
@@ -45,7 +45,7 @@ def test_triton_backend_says_why_it_cannot():
         fk.layer_norm(x)
 
 
-def test_importing_touches_no_device_and_needs_no_interpreter():
+def test_import_has_no_side_effects():
     program = (
         "import os; os.environ.pop('TRITON_INTERPRET', None)\n"
         "import torch, fastvit_kernels as fk\n"
@@ -60,7 +60,7 @@ def test_importing_touches_no_device_and_needs_no_interpreter():
     assert done.stdout.split() == ["backend", "auto"]
 
 
-def test_the_package_works_where_triton_is_missing():
+def test_works_without_triton():
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, fastvit_kernels as fk\n"
@@ -75,7 +75,7 @@ def test_the_package_works_where_triton_is_missing():
     assert "triton is not installed" in done.stdout
 
 
-def test_the_environment_variable_is_read(monkeypatch):
+def test_backend_env_variable(monkeypatch):
     monkeypatch.setenv("FASTVIT_KERNELS_BACKEND", "tpu")
     program = "from fastvit_kernels import linear"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -83,7 +83,7 @@ def test_the_environment_variable_is_read(monkeypatch):
 
 
 @pytest.mark.interpreter
-def test_no_kernel_computes_bf16_in_an_interpreter_that_cannot():
+def test_unmended_interpreter_rejects_bf16():
     """Triton's own multiplies raw bits; that of the tests is mended."""
     program = (
         "import os; os.environ['TRITON_INTERPRET'] = '1'\n"
@@ -121,7 +121,7 @@ def _in_a_thread(function):
     return found[0]
 
 
-def test_a_block_chooses_for_its_thread_alone():
+def test_backend_per_thread():
     """Two that overlap leave nothing behind, and no third thread sees either."""
     inside, leave = threading.Barrier(3), threading.Event()
     seen = []
@@ -145,7 +145,7 @@ def test_a_block_chooses_for_its_thread_alone():
     assert get_backend() == "auto" == _in_a_thread(get_backend)
 
 
-def test_set_backend_chooses_for_all_threads_but_those_in_a_block():
+def test_set_backend_all_threads():
     with fk.backend("auto"):
         fk.set_backend("torch")
         try:
@@ -154,7 +154,7 @@ def test_set_backend_chooses_for_all_threads_but_those_in_a_block():
             fk.set_backend("auto")
 
 
-def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
+def test_backend_of_recomputation():
     """On a GPU autograd has threads of its own, which know no block."""
     found = []
 
@@ -167,7 +167,7 @@ def test_a_recomputation_has_the_choice_of_the_block_around_its_backward():
     assert found == [("torch", "the backend is 'torch'")] * 2
 
 
-def test_a_block_inside_a_checkpoint_says_nothing_of_calls_outside_of_it():
+def test_backend_inside_checkpoint():
     weight, found = rand(8, seed=1), []
 
     def forward(x):
@@ -181,7 +181,7 @@ def test_a_block_inside_a_checkpoint_says_nothing_of_calls_outside_of_it():
     assert found == [[False, True]] * 2
 
 
-def test_a_compiled_call_follows_the_choice_of_its_thread():
+def test_compiled_call_backend_per_thread():
     x = rand(2, 8)
     graphs = []
 
@@ -218,7 +218,7 @@ def test_kernels_run_from_sm_80_on(arch, monkeypatch):
     backend_module._capability_reason.cache_clear()
 
 
-def test_what_a_gpu_leaves_to_torch_is_said_once_for_each_op_and_reason(monkeypatch):
+def test_fallback_warns_once(monkeypatch):
     x = _on_gpu("sm_90", monkeypatch, torch.float64)
     too_wide = x.__class__(**{**vars(x), "dtype": torch.float32})
 

@@ -160,7 +160,7 @@ def test_compiled(kind):
     assert sum(ATTENTION[kind] in name for name in names) == DEPTH
 
 
-def test_what_is_wrong_is_said():
+def test_checkpoint_policy_errors():
     with pytest.raises(ValueError, match=r"one of \['attention', 'matmul'\], got 'atention'"):
         fk.checkpoint_policy("atention")
     mlp = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))

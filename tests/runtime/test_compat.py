@@ -15,7 +15,7 @@ from fastvit_kernels.runtime import compat
 ROOT = Path(__file__).parents[2]
 
 
-def test_this_release_has_every_name():
+def test_compat_names_exist():
     """A newer torch that lacks one: give compat.py its successor."""
     beside = {"torch.fx._symbolic_trace:_get_is_fx_tracing"}  # older ones have the second of two
     beside |= set() if torch.version.cuda else {"torch:_C._cuda_getCurrentRawStream"}
@@ -23,7 +23,7 @@ def test_this_release_has_every_name():
     assert not compat.FUSED_IS_OFF
 
 
-def test_an_older_release_is_refused_in_a_line():
+def test_old_torch_rejected():
     with pytest.raises(ImportError) as refused:
         compat.check_version("torch", "2.4.1+cu121", compat.TORCH)
     wanted = f"fastvit_kernels needs torch {'.'.join(map(str, compat.TORCH))} or newer, got torch "

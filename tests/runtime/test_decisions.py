@@ -19,7 +19,7 @@ LAYOUT = ("stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_stor
 
 
 @every_launch
-def test_no_decision_looks_at_the_layout_of_a_tensor(op, monkeypatch):
+def test_decisions_ignore_layout(op, monkeypatch):
     decided = []
 
     def forbidden(self, *_, **__):
@@ -81,7 +81,7 @@ def _first_calls(function, inputs):
 
 
 @every_launch
-def test_the_first_call_decides_for_its_own_kind_alone(op):
+def test_cached_decision_per_call_kind(op):
     function, inputs = op_and_inputs(op)
 
     def bits():
@@ -99,7 +99,7 @@ def test_the_first_call_decides_for_its_own_kind_alone(op):
 
 
 @every_op
-def test_an_autocast_decides_for_its_own_dtype_alone(op):
+def test_cached_decision_per_autocast_dtype(op):
     function, inputs = op_and_inputs(op, grad=False)
 
     def run(dtype):
@@ -115,14 +115,14 @@ def test_an_autocast_decides_for_its_own_dtype_alone(op):
         assert torch.equal(run(dtype), out)
 
 
-def test_equal_numbers_of_another_type_are_another_call():
+def test_cached_decision_per_scalar_type():
     qkv = rand(1, 5, 3, 2, 8)
     fk.attention(qkv, scale=1)
     with pytest.raises(TypeError, match="scale must be a number, got bool True"):
         fk.attention(qkv, scale=True)
 
 
-def test_a_first_call_by_torch_decides_for_no_other_backend():
+def test_cached_decision_per_backend():
     """float64 goes to PyTorch by itself; who asks for kernels is told that there are none."""
     x = rand(3, 16, dtype=torch.float64, grad=False)
     fk.layer_norm(x)

@@ -54,7 +54,7 @@ def test_default_then_tuned_then_forced(table):
     assert table.choose(HERE, 128) == HUGE
 
 
-def test_a_config_that_does_not_fit_is_not_chosen(table):
+def test_unfit_config_not_chosen(table):
     with forced("stand_in", HUGE):
         assert table.choose(HERE, 32) == SMALL and table.choose(HERE, 128) == HUGE
     install(HERE, {("stand_in", (32,)): HUGE})
@@ -63,7 +63,7 @@ def test_a_config_that_does_not_fit_is_not_chosen(table):
     assert table.candidates(HERE, 128) == [LARGE, SMALL, HUGE]
 
 
-def test_the_users_table_is_read_once_at_the_first_choice_on_a_gpu(table, monkeypatch):
+def test_tuned_table_read_once(table, monkeypatch):
     read = []
 
     def load(gpu):
@@ -79,7 +79,7 @@ def test_the_users_table_is_read_once_at_the_first_choice_on_a_gpu(table, monkey
     assert table.choose(HERE, 128) == HUGE and read == ["GPU A", "GPU B", "GPU A"]
 
 
-def test_a_warning_made_an_exception_comes_once(table, monkeypatch):
+def test_tuned_table_warning_as_error(table, monkeypatch):
     def load(gpu):
         raise UserWarning("the tuned configs are ignored")
 

@@ -38,14 +38,14 @@ def launches(monkeypatch):
 
 @interpreted
 @every_launch
-def test_the_first_argument_of_a_kernel_says_on_which_device(op, launches):
+def test_first_kernel_argument_is_tensor(op, launches):
     step(*op_and_inputs(op))
     assert len(launches) >= 2
     assert all(isinstance(first, Tensor) for _, first in launches), launches
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_kernel_is_launched_on_the_device_of_its_tensors(device, monkeypatch):
+def test_launch_device(device, monkeypatch):
     current, seen = [0], []
 
     class Output:
@@ -148,7 +148,7 @@ assert len(ran) == len(order)
 
 # AMD's kernels, and those of a Triton that nobody has read yet: read it, then raise `_RUN`'s bound.
 @pytest.mark.skipif(runtime_triton._RUN is None, reason="kernels are picked anew at each launch")
-def test_a_launch_takes_the_kernel_that_triton_picks(tmp_path):
+def test_bind_launch_picks_tritons_kernel(tmp_path):
     script = tmp_path / "choices.py"  # Triton reads a kernel's source from its file
     script.write_text(CHOICES)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -164,7 +164,7 @@ HOST_READS += ["__bool__", "__int__", "__float__", "__index__"]
 
 @interpreted
 @every_launch
-def test_no_launcher_reads_a_value_on_the_host(op, launches, monkeypatch):
+def test_no_host_reads(op, launches, monkeypatch):
     """A read waits for the device, and breaks the capture of a CUDA graph."""
     function, inputs = op_and_inputs(op)
     upstream = torch.ones_like(function(*inputs))

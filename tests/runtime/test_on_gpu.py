@@ -17,7 +17,7 @@ def vit_on_gpu():
 
 
 @pytest.mark.gpu
-def test_another_stream_gives_the_same_bits(vit_on_gpu):
+def test_stream_bits(vit_on_gpu):
     model, images = vit_on_gpu
     wanted = [x.clone() for x in train_step(model, images)]
     late = torch.full_like(images, float("nan"))
@@ -33,7 +33,7 @@ def test_another_stream_gives_the_same_bits(vit_on_gpu):
 
 @pytest.mark.gpu
 @every_op
-def test_each_op_on_another_stream(op):
+def test_op_on_another_stream(op):
     function, inputs = op_and_inputs(op)
     wanted = step(function, inputs)
     late = [torch.full_like(x, float("nan")).requires_grad_() for x in inputs]
@@ -51,7 +51,7 @@ def test_each_op_on_another_stream(op):
 
 @pytest.mark.gpu
 @every_op
-def test_a_device_that_is_not_current(op):
+def test_non_current_device(op):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
     function, inputs = op_and_inputs(op)
@@ -69,7 +69,7 @@ def test_a_device_that_is_not_current(op):
 
 
 @pytest.mark.gpu
-def test_a_training_step_never_waits_for_the_device():
+def test_training_step_has_no_sync():
     model = small_vit(img_size=32, attn_drop_rate=0.1, drop_path_rate=0.2, depth=2).train()
     images = rand(4, 1, 32, 32, grad=False)
     train_step(model, images)  # compiles, and asks once for the device's properties
@@ -105,7 +105,7 @@ def replayed(graph, tensors):
 
 
 @pytest.mark.gpu
-def test_replays_of_a_graph_give_the_bits_of_eager(vit_on_gpu):
+def test_cuda_graph_bits(vit_on_gpu):
     model, images = vit_on_gpu
     wanted = [x.clone() for x in train_step(model, images)]
     other = rand(*images.shape, seed=1, grad=False)
@@ -120,7 +120,7 @@ def test_replays_of_a_graph_give_the_bits_of_eager(vit_on_gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rates", [dict(attn_drop_rate=0.3), dict(drop_path_rate=0.5)], ids=str)
-def test_each_replay_of_a_graph_draws_fresh_masks(rates):
+def test_cuda_graph_dropout(rates):
     model = small_vit(img_size=32, embed_dim=64, depth=2, **rates).train()
     graph, tensors = captured(model, rand(8, 1, 32, 32, grad=False))
     first, second = replayed(graph, tensors), replayed(graph, tensors)

@@ -71,7 +71,7 @@ def _plain(x):
 
 
 @every_indirect
-def test_memory_that_is_not_the_value_is_resolved(kind):
+def test_input_lazy_views_resolved(kind):
     """Also where a call of the same shapes is known already."""
     x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1)
     odd = INDIRECT[kind](x)
@@ -88,7 +88,7 @@ def test_memory_that_is_not_the_value_is_resolved(kind):
 
 
 @every_indirect
-def test_a_gradient_whose_memory_is_not_its_value_is_resolved(kind):
+def test_upstream_lazy_views_resolved(kind):
     x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
     upstream = INDIRECT[kind](rand(2, 3, 16, seed=2, grad=False))
     for call in (
@@ -108,7 +108,7 @@ def test_a_gradient_whose_memory_is_not_its_value_is_resolved(kind):
     torch.testing.assert_close(got.as_subclass(Tensor), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_class_with_a_dispatch_of_its_own_takes_the_pytorch_path():
+def test_torch_dispatch_subclass_falls_back():
     """Also where a call of the same shapes is known already."""
     x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
     both = TwoTensor(x, 2.0 * x)
@@ -122,7 +122,7 @@ def test_a_class_with_a_dispatch_of_its_own_takes_the_pytorch_path():
     assert isinstance(fk.patch_embed(images, TwoTensor(patches, patches)), TwoTensor)
 
 
-def test_a_weight_that_means_something_else_to_torch_is_not_read_raw():
+def test_torch_function_weight():
     """Also where a call of the same shapes is known already."""
     x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
     fk.linear(x, weight, activation="gelu")
@@ -137,7 +137,7 @@ def test_a_weight_that_means_something_else_to_torch_is_not_read_raw():
     torch.testing.assert_close(got, wanted)
 
 
-def test_layer_norm_of_a_distributed_tensor():
+def test_layer_norm_dtensor():
     """As SequenceParallel calls it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -157,7 +157,7 @@ def test_layer_norm_of_a_distributed_tensor():
         dist.destroy_process_group()
 
 
-def test_a_linear_with_a_sparse_weight_runs_its_own_forward():
+def test_sparse_weight_linear():
     model = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True).eval()
     model.linear1.weight = nn.Parameter(model.linear1.weight.detach().to_sparse())
     model.requires_grad_(False)
@@ -189,7 +189,7 @@ every_op = pytest.mark.parametrize("op", OPS)
 
 
 @every_op
-def test_saved_tensors_may_come_back_in_other_strides(op):
+def test_saved_tensor_strides(op):
     x, weight = rand(2, 3, 16), rand(16, 16, seed=1)
     inputs = (x,) if op == "layer_norm" else (x, weight)
     wanted = torch.autograd.grad(OPS[op](x, weight).square().sum(), inputs)
@@ -199,7 +199,7 @@ def test_saved_tensors_may_come_back_in_other_strides(op):
 
 
 @every_op
-def test_a_jacobian_in_one_batch(op):
+def test_vectorized_jacobian(op):
     x, weight = rand(2, 3, 16, grad=False), rand(16, 16, seed=1, grad=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "There is a performance drop"
@@ -292,7 +292,7 @@ def _flops(call, inputs):
 
 
 @pytest.mark.parametrize("name", FLOPS)
-def test_flops_are_counted_as_torchs(name, monkeypatch):
+def test_flop_counts(name, monkeypatch):
     """Without gradients, with all of them, and with each alone. Attention by the formulas that
     torch has for a GPU: it counts nothing for that of a CPU before 2.15."""
     call, shapes, pairs = FLOPS[name]

@@ -38,7 +38,7 @@ class _Outputs(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("op", DROPOUTS)
-def test_dropout_draws_its_seed_from_torchs_generator(op):
+def test_dropout_seed_from_torch_generator(op):
     function, inputs = op_and_inputs(op)
     torch.manual_seed(5)
     first, second = function(*inputs), function(*inputs)
@@ -57,7 +57,7 @@ def test_deterministic_algorithms(op):
     assert all(x.isfinite().all() for x in first)
 
 
-def test_anomaly_mode_names_the_function_whose_gradient_is_nan():
+def test_anomaly_mode():
     function, inputs = op_and_inputs("layer_norm")
     with torch.autograd.detect_anomaly(check_nan=True):
         out = function(*inputs)
@@ -67,7 +67,7 @@ def test_anomaly_mode_names_the_function_whose_gradient_is_nan():
 
 @every_op
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_saved(op, mode):
+def test_no_grad_saves_nothing(op, mode):
     function, inputs = op_and_inputs(op)
     wanted = function(*inputs)
     with mode(), _Outputs() as kept:
@@ -107,7 +107,7 @@ def test_saved_tensors_hooks(op):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointed_model_redraws_the_same_dropout(use_reentrant):
+def test_checkpoint_redraws_dropout(use_reentrant):
     model = small_vit(attn_drop_rate=0.3, drop_path_rate=0.5, depth=2).train()
     images = rand(3, 1, 8, 8)
 
@@ -122,7 +122,7 @@ def test_checkpointed_model_redraws_the_same_dropout(use_reentrant):
     assert_same_bits(results[1], results[0])
 
 
-def test_models_are_copied_and_pickled_amid_training():
+def test_model_copy_and_pickle():
     model, images = small_vit(), rand(2, 1, 8, 8)
     wanted = train_step(model, images)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -138,7 +138,7 @@ def test_export_of_our_model():
 
 
 @every_op
-def test_default_dtype_and_device_change_nothing(op):
+def test_default_dtype_and_device(op):
     function, inputs = op_and_inputs(op)
     wanted = step(function, inputs)
     upstream = rand(*wanted[0].shape, seed=99, grad=False)

@@ -52,7 +52,7 @@ def in_threads(function, count):
         return list(pool.map(work, range(count)))
 
 
-def test_threads_give_the_bits_of_one(one_launch_at_a_time):
+def test_threads_bits(one_launch_at_a_time):
     """Every op, forward and backward, in four threads whose caches are empty at first."""
 
     def all_ops(index):

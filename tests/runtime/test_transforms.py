@@ -68,7 +68,7 @@ def test_func_jvp_and_forward_mode(op):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_gradients_of_each_sample_of_a_model():
+def test_per_sample_gradients():
     model, images = small_vit(), rand(3, 1, 8, 8, grad=False)
     params = {n: p.detach() for n, p in model.named_parameters()}
 
@@ -82,7 +82,7 @@ def test_gradients_of_each_sample_of_a_model():
             torch.testing.assert_close(got[i], wanted, msg=name, rtol=1e-4, atol=1e-5)
 
 
-def test_functional_call_runs_the_kernels():
+def test_functional_call():
     model, images = small_vit(), rand(2, 1, 8, 8)
     wanted = train_step(model, images)
     params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
@@ -92,7 +92,7 @@ def test_functional_call_runs_the_kernels():
     assert_same_bits([out.detach(), *grads], wanted)
 
 
-def test_the_triton_backend_refuses_transforms():
+def test_triton_backend_rejects_transforms():
     function, inputs = op_and_inputs("linear", grad=False)
     with fk.backend("triton"):
         with pytest.raises(RuntimeError, match=r"linear: .* but a torch\.func transform is active"):
@@ -111,7 +111,7 @@ def mapped_over_the_first_axis(function, inputs):
 
 
 @pytest.mark.gpu
-def test_a_transform_on_a_gpu_warns_once():
+def test_transform_warns_once_on_gpu():
     from fastvit_kernels.runtime import backend
 
     backend._say_once.cache_clear()

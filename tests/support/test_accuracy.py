@@ -27,29 +27,29 @@ class _WrongGradient(torch.autograd.Function):
         return 1.999 * x * dy
 
 
-def test_a_wrong_gradient_is_stopped():
+def test_rejects_wrong_gradient():
     with pytest.raises(AssertionError, match=r"dx: .*FAILED"):
         assert_accurate(lambda x: _WrongGradient.apply(x), _square, {"x": rand(5, 7)})
 
 
-def test_an_unwritten_output_is_stopped():
+def test_rejects_unwritten_output():
     with pytest.raises(AssertionError, match="inf"):
         assert_accurate(torch.empty_like, _square, {"x": rand(4, grad=False)})
 
 
-def test_a_missing_gradient_is_stopped():
+def test_rejects_missing_gradient():
     with pytest.raises(AssertionError, match="dy"):
         assert_accurate(
             lambda x, y: x + y.detach(), lambda x, y: x + y, {"x": rand(3), "y": rand(3)}
         )
 
 
-def test_a_wrong_output_dtype_is_stopped():
+def test_rejects_wrong_dtype():
     with pytest.raises(AssertionError, match="dtype"):
         assert_accurate(lambda x: (x * x).double(), _square, {"x": rand(3, grad=False)})
 
 
-def test_nan_counts_as_right_only_where_the_oracle_has_one():
+def test_nan_must_match_oracle():
     nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
     assert measure("x", nan, nan, nan, torch.float32).passed
     assert not measure("x", nan, one, one, torch.float32).passed
@@ -57,7 +57,7 @@ def test_nan_counts_as_right_only_where_the_oracle_has_one():
 
 
 @pytest.mark.parametrize(("precision", "other"), [("ieee", "tf32"), ("tf32", "ieee")])
-def test_the_yardstick_convolves_as_fp32_products_do(precision, other):
+def test_yardstick_conv_precision(precision, other):
     """cuDNN takes TF32 by default, which would make the limit of a convolution that of TF32."""
     seen = []
 
@@ -88,7 +88,7 @@ def _judged(error, *yardsticks):
     return found, len(yardsticks) - len(list(runs))
 
 
-def test_the_largest_yardstick_counts_and_no_more_run_than_needed():
+def test_largest_yardstick_counts():
     error, runs = _judged(5.0, 1.0, 0.5, 3.0, 9.0, 9.0)
     assert error.passed and runs == 3
     assert (error.torch_max, error.limit_max) == (3.0, 6.0)
@@ -130,7 +130,7 @@ ORDERED = {
 
 
 @pytest.mark.parametrize("what", ORDERED)
-def test_another_order_rounds_differently_and_is_the_same_function(what):
+def test_another_order(what):
     function, shapes, is_permuted = ORDERED[what]
 
     def run(dtype, context):
@@ -184,7 +184,7 @@ class _Off(torch.autograd.Function):
 
 @pytest.mark.parametrize(("times", "passes"), [(1.5, True), (-1.5, True), (3, False), (-3, False)])
 @pytest.mark.parametrize("place", ["output", "gradient"])
-def test_an_error_may_be_twice_pytorchs(place, times, passes):
+def test_two_times_rule(place, times, passes):
     shares = (times * ROUNDED, 0) if place == "output" else (0, times * ROUNDED)
     errors = compare(lambda x: _Off.apply(x, *shares), _rounded, {"x": rand(50, 20)})
     assert [e.passed for e in errors] == ([passes, True] if place == "output" else [True, passes])
@@ -202,7 +202,7 @@ def _off_in_the_first(rows):
 
 
 @pytest.mark.parametrize(("times", "passes"), [(1.5, True), (3, False)])
-def test_the_maximum_alone_may_stop(times, passes):
+def test_max_error_limit(times, passes):
     """PyTorch is off in every row, the kernel in one."""
 
     def one(x):
@@ -217,7 +217,7 @@ def test_the_maximum_alone_may_stop(times, passes):
 
 @pytest.mark.parametrize(("eps", "passes"), [(1.5, True), (3, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
+def test_floor_two_eps(dtype, eps, passes):
     """Of the largest magnitude, and of the RMS."""
     x = torch.ones(64, dtype=torch.float64)
     share = eps * torch.finfo(dtype).eps
@@ -226,7 +226,7 @@ def test_where_pytorch_is_exact_two_eps_are_allowed(dtype, eps, passes):
     assert passes == (error.rms <= error.limit_rms)
 
 
-def test_the_floor_is_the_coarsest_dtypes():
+def test_floor_dtype():
     """A kernel with 16-bit inputs and an fp32 output is as coarse as its inputs."""
     inputs = {"x": rand(8, grad=False), "w": rand(8, dtype=torch.float16, grad=False)}
     off = 1 + torch.finfo(torch.float16).eps
@@ -255,7 +255,7 @@ def test_upstream_gradients_are_random():
     assert 0.5 < one.std() < 1.5 and not torch.equal(one, other)
 
 
-def test_a_gradient_that_is_not_wanted_is_stopped():
+def test_rejects_unexpected_gradient():
     frozen = {"x": rand(3), "y": rand(3, grad=False)}
 
     def times(x, y):

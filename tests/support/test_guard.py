@@ -37,14 +37,14 @@ def test_a_right_kernel_passes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_a_store_past_the_end_is_seen(dtype):
+def test_guard_store_past_end(dtype):
     message = r"after .*aten::empty_like in torch: bytes"
     with pytest.raises(AssertionError, match=message), guard_pages() as guard:
         _double(guard.place(rand(77, dtype=dtype)), store_extra=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_a_store_before_the_start_is_seen(dtype):
+def test_guard_store_before_start(dtype):
     with pytest.raises(AssertionError, match=r"before .*bytes"), guard_pages() as guard:
         _double(guard.place(rand(77, dtype=dtype)), first=-1)
 
@@ -57,7 +57,7 @@ def _sum_kernel(y_ptr, x_ptr, size, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-def test_a_load_past_the_end_gives_nan(dtype):
+def test_guard_load_past_end_is_nan(dtype):
     with guard_pages() as guard:
         x = guard.place(rand(77, dtype=dtype))
         right, wrong = torch.empty(2, device=DEVICE).unbind()
@@ -66,7 +66,7 @@ def test_a_load_past_the_end_gives_nan(dtype):
     assert right.isfinite() and wrong.isnan()
 
 
-def test_a_changed_input_is_seen():
+def test_guard_sees_changed_input():
     x, ones = rand(3, 5), torch.ones(8, device=DEVICE)
     message = r"inside .*of the user: bytes 0 to 3"
     with pytest.raises(AssertionError, match=message), guard_pages() as guard:
@@ -97,7 +97,7 @@ def test_place_keeps_values_strides_and_gradients(view):
     assert x.numel() == 0 or placed.untyped_storage().nbytes() >= 2 * GUARD_BYTES
 
 
-def test_the_memory_of_the_ops_is_guarded():
+def test_guard_covers_ops():
     """Every launcher's outputs and scratch, forward and backward, in autocast too."""
     inputs = rand(3, 9, 40), rand(48, 40, seed=1), None, rand(24, 48, seed=2), rand(24, seed=3)
     with guard_pages() as guard, torch.autocast(DEVICE.type, dtype=bf16):
@@ -110,7 +110,7 @@ def test_the_memory_of_the_ops_is_guarded():
     assert guard.guarded > before > 10
 
 
-def test_the_memory_of_a_call_past_the_dispatcher_is_guarded():
+def test_guard_covers_eager_calls():
     x, weight = rand(3, 9, 40), rand(40, seed=1)
     with guard_pages() as guard, unwatched():
         y = layer_norm(guard.place(x), guard.place(weight))
