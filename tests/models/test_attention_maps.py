@@ -138,14 +138,3 @@ def test_attention_maps_of_other_libraries(name, build, request):
     swap_in(model)
     for got, want in zip(attention_maps(model, x), maps, strict=True):
         torch.testing.assert_close(got, want)
-
-
-def test_attention_maps_of_timm_bf16():
-    """Not of the pooling, whose one query looks at every token."""
-    timm = pytest.importorskip("timm")
-    sizes = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
-    model = timm.models.VisionTransformer(**sizes, global_pool="map").bfloat16()
-    for block in model.blocks:  # softmax in 16 bits
-        block.attn.fused_attn = False
-    maps = attention_maps(model, torch.randn(2, 3, 8, 8).bfloat16())
-    assert [(m.shape, m.dtype) for m in maps] == 2 * [((2, 2, 5, 5), torch.float32)]

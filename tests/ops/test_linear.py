@@ -114,16 +114,6 @@ def test_linear_layouts(route, activation):
     _check({**base, "residual": wide}, activation)
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize("epilogue", ["plain", "layer_scale", "all"])
-def test_linear_expanded_gradient(route, epilogue, activation):
-    inputs = _inputs((4, 6), 40, 24, epilogue=EPILOGUES[epilogue])
-    one, row = torch.randn((), device=DEVICE), torch.randn(24, device=DEVICE)
-    strided = torch.randn(24, 6, 4, device=DEVICE).permute(2, 1, 0)
-    for upstream in (one.expand(4, 6, 24), row.expand(4, 6, 24), strided):
-        _check(inputs, activation, upstream=[upstream])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_linear_extremes(route, activation, dtype):

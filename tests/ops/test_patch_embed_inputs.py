@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
 from fastvit_kernels.ops.patch_embed.functions import (
@@ -73,27 +72,6 @@ def test_kept_patches(case, dtype):
 @pytest.mark.parametrize("case", VIDEOS)
 def test_videos(case, dtype):
     assert_accurate(*BOTH, _inputs(*CASES[case], dtype=dtype))
-
-
-def test_layouts():
-    shape, *rest = CASES["p16"]
-    inputs = _inputs(shape, *rest, keep=True)
-    keep = inputs["keep"]
-    expected = None
-    for images, listed in (
-        (inputs["images"], keep),
-        (inputs["images"].contiguous(memory_format=torch.channels_last), keep.int()),
-        (F.pad(inputs["images"], (3, 2, 1, 1))[:, :, 1:-1, 3:-2], keep.t().contiguous().t()),
-    ):
-        inputs |= dict(images=images, keep=listed)
-        out = patch_embed(**inputs)
-        expected = out if expected is None else expected
-        assert torch.equal(out, expected)
-        assert_accurate(*BOTH, inputs)
-    video, *rest = CASES["video-p2x4x4"]
-    inputs = _inputs(video, *rest)
-    frames_first = inputs["images"].detach().transpose(1, 2).contiguous().transpose(1, 2)
-    assert_accurate(*BOTH, inputs | dict(images=frames_first.requires_grad_()))
 
 
 def test_keep_expanded_and_strided_gradient():

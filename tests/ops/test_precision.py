@@ -32,28 +32,15 @@ def _all_of(*setters: Callable[[], None]) -> Callable[[], None]:
 
 SPELLINGS = {
     "default": ("ieee", lambda: None),
-    "highest": ("ieee", partial(torch.set_float32_matmul_precision, "highest")),
     "high": ("tf32", partial(torch.set_float32_matmul_precision, "high")),
-    "medium": ("tf32", partial(torch.set_float32_matmul_precision, "medium")),
     "allow_tf32": ("tf32", partial(setattr, BACKENDS.cuda.matmul, "allow_tf32", True)),
     "backends=tf32": ("tf32", _set(BACKENDS, "tf32")),
-    "backends=ieee": ("ieee", _set(BACKENDS, "ieee")),
-    "cuda=tf32": ("tf32", _set(BACKENDS.cuda.matmul, "tf32")),
     "cuda=ieee": ("ieee", _set(BACKENDS.cuda.matmul, "ieee")),
     "cudnn=tf32": ("tf32", _set(BACKENDS.cudnn, "tf32")),
-    "cudnn.conv=ieee": ("ieee", _set(BACKENDS.cudnn.conv, "ieee")),
     "mkldnn=bf16": ("ieee", _set(BACKENDS.mkldnn, "bf16")),
-    "mkldnn.matmul=bf16": ("ieee", _set(BACKENDS.mkldnn.matmul, "bf16")),
     "backends=tf32, cuda=ieee": (
         "ieee",
         _all_of(_set(BACKENDS, "tf32"), _set(BACKENDS.cuda.matmul, "ieee")),
-    ),
-    "high, cuda=ieee": (
-        "ieee",
-        _all_of(
-            partial(torch.set_float32_matmul_precision, "high"),
-            _set(BACKENDS.cuda.matmul, "ieee"),
-        ),
     ),
 }
 

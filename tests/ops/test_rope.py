@@ -101,17 +101,6 @@ def test_rope_layouts(interleaved, norm):
         _check(inputs, interleaved=interleaved, norm=norm)
 
 
-@pytest.mark.parametrize("norm", [None, "layer_norm"], ids=str)
-def test_rope_gradients_of_other_layouts(norm):
-    B, T, H, D = 2, 6, 3, 16
-    upstream = [
-        torch.randn(B, H, T, D, device=DEVICE).transpose(1, 2),
-        torch.randn(D, device=DEVICE).expand(B, T, H, D),
-    ]
-    for gradients in (upstream, upstream[::-1]):
-        _check(_inputs(B, T, H, D, norm=norm), upstream=gradients, norm=norm)
-
-
 @pytest.mark.parametrize("T", [1, 3])
 def test_rope_prefix_only(T):
     _check(_inputs(2, T, 2, 8, prefix=T, R=8), prefix_tokens=T)

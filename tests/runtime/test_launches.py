@@ -6,17 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
-from tiny_calls import every_launch, op_and_inputs, step
+from tiny_calls import every_launch, op_and_inputs
 from torch import Tensor
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import triton as runtime_triton
 from fastvit_kernels.runtime.backend import INTERPRETED
-from fastvit_kernels.runtime.triton import bind_launch
 
 PACKAGE = Path(fk.__file__).parent
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="stands in for Triton's interpreter")
@@ -34,46 +32,6 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(InterpretedFunction, "run", record)
     return calls
-
-
-@interpreted
-@every_launch
-def test_first_kernel_argument_is_tensor(op, launches):
-    step(*op_and_inputs(op))
-    assert len(launches) >= 2
-    assert all(isinstance(first, Tensor) for _, first in launches), launches
-
-
-@pytest.mark.parametrize("device", [0, 1])
-def test_launch_device(device, monkeypatch):
-    current, seen = [0], []
-
-    class Output:
-        is_cuda = True
-
-        def get_device(self):
-            return device
-
-    class Kernel:
-        arg_names: ClassVar = ["y_ptr", "BLOCK_M"]
-
-        def run(self, *_, **__):
-            seen.append(current[-1])
-
-    class Guard:
-        def __init__(self, x):
-            self.device = x.get_device()
-
-        def __enter__(self):
-            current.append(self.device)
-
-        def __exit__(self, *_):
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device_of", Guard)
-    bind_launch(Kernel(), (1,), BLOCK_M=16)(Output())
-    assert seen == [device] and current == [0]
 
 
 # Triton's own choice of a kernel, up to the launch: `bind_launch` must not make another one.

@@ -101,30 +101,16 @@ def test_largest_yardstick_counts():
 # what -> (function, shapes of its arguments, whether it may be permuted)
 ORDERED = {
     "linear": (F.linear, [(2, 7, 33), (9, 33), (9,)], True),
-    "matmul": (torch.matmul, [(2, 3, 7, 33), (2, 3, 33, 5)], True),
     "baddbmm": (torch.baddbmm, [(3, 7, 5), (3, 7, 33), (3, 33, 5)], True),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (33,), w, b), [(2, 7, 33), (33,), (33,)], True),
-    "layer_norm-one_row": (
-        lambda x, w, b: F.layer_norm(x, (33,), w, b),
-        [(33,), (33,), (33,)],
-        True,
-    ),
-    "softmax": (lambda x: x.softmax(1), [(2, 33, 3)], True),
     "sums": (lambda x: x.sum() + x.sum(-1).sum() + x.sum((0, 2)), [(2, 17, 13)], True),
-    "means": (lambda x: x.mean() + x.mean((0, 2), keepdim=True), [(2, 17, 13)], True),
     "conv2d": (lambda *a: F.conv2d(*a, stride=4), [(3, 5, 16, 16), (8, 5, 4, 4), (8,)], True),
     "conv2d-groups": (lambda *a: F.conv2d(*a, groups=2), [(3, 6, 8, 8), (8, 3, 3, 3), (8,)], False),
-    "conv_transpose2d": (F.conv_transpose2d, [(3, 6, 8, 8), (6, 3, 3, 3), (3,)], False),
     "attention": (F.scaled_dot_product_attention, [(2, 3, 17, 8)] * 3, True),
     "attention-mask": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, rand(2, 1, 17, 17, grad=False) > 0),
         [(2, 3, 17, 8)] * 3,
         True,
-    ),
-    "attention-causal": (
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        [(2, 3, 17, 8)] * 3,
-        False,
     ),
 }
 
@@ -157,7 +143,7 @@ def test_another_order(what):
         for a, *results in zip(usual, *others, strict=True)
     ]
     # gradients that are sums of nothing, or of few
-    few = {"baddbmm": [1], "layer_norm": [3], "layer_norm-one_row": [0, 2, 3]}.get(what, [])
+    few = {"baddbmm": [1], "layer_norm": [3]}.get(what, [])
     assert not is_permuted or all(changed[i] for i in range(len(changed)) if i not in few)
 
 
@@ -253,14 +239,3 @@ def test_upstream_gradients_are_random():
     assert not compare(lambda x: _Averaged.apply(x), lambda x: x * 1, {"x": x})[1].passed
     one, other = (Reference(lambda x: x * 1, {"x": x}, seed=i).upstream[0] for i in (0, 1))
     assert 0.5 < one.std() < 1.5 and not torch.equal(one, other)
-
-
-def test_rejects_unexpected_gradient():
-    frozen = {"x": rand(3), "y": rand(3, grad=False)}
-
-    def times(x, y):
-        return x * y
-
-    assert [e.name for e in compare(times, times, frozen)] == ["out", "dx"]
-    with pytest.raises(AssertionError, match="dy: got tensor"):
-        compare(times, lambda x, y: x * y.detach(), {"x": rand(3), "y": rand(3)})
