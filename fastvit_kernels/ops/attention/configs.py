@@ -237,7 +237,6 @@ ONE_PASS_CONFIGS = [
     OnePassConfig(32, 32, False, 1, 4, 2),
     OnePassConfig(64, 64, False, 2, 4, 2),
 ]
-DROPPED = ("none+dropout", "causal+dropout")  # dropout where no mask is loaded
 UNCROWDED = ("none", "causal", "bool")  # of forward and dq: beside others fewer warps would fit
 
 
@@ -274,34 +273,87 @@ def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     return next((config for largest, config in rows if size <= largest), rows[-1][1])
 
 
+class Rule(NamedTuple):
+    """Where a 16-bit kernel takes a config, and why; the first that holds decides."""
+
+    give: Any
+    why: str = ""
+    family: tuple[int, ...] = ()  # any: ()
+    arch: str = ""  # of the family; "but sm_80": the others
+    D: tuple[int, int] = (0, 256)  # above the first, up to the second
+    masks: str = ""  # any: ""
+    tokens: tuple[int, int] = (0, 8192)  # as D
+    buckets: tuple[int, ...] = ()  # any: ()
+    heads: str = ""  # any: ""
+    before: tuple[int, ...] = ()  # Triton's release
+    since: tuple[int, ...] = ()
+
+    def holds(self, gpu: Gpu, D: int, tokens: int, mask: str, heads: str) -> bool:
+        _, but, arch = self.arch.rpartition("but ")
+        return (
+            (not self.family or gpu.family in self.family)
+            and (not arch or (gpu.arch == arch) != bool(but))
+            and self.D[0] < D <= self.D[1]
+            and self.tokens[0] < tokens <= self.tokens[1]
+            and (not self.masks or mask in self.masks.split())
+            and (not self.buckets or tokens in self.buckets)
+            and (not self.heads or heads in self.heads.split())
+            and (not self.before or self.before > VERSION)
+            and self.since <= VERSION
+        )
+
+
+def _first(rules: list[Rule], gpu: Gpu, *key: Any) -> Any:
+    return next((rule.give for rule in rules if rule.holds(gpu, *key)), None)
+
+
+MMA, HOPPER, OTHERS = (8, 12), (9,), (0, 9, 10)  # families: OTHERS are those without mma.sync
+DROPPED = "none+dropout causal+dropout"  # dropout where no mask is loaded
+TENSOR = "bool bool+dropout add add+dropout"  # a mask is loaded, which takes registers
+DROPOUT = f"{DROPPED} keys+dropout varlen+dropout"
+SHORT, LONGER = (0, 64), (64, 8192)
+FWD_RULES = [
+    Rule(FWD_MASKED_WIDE, masks=TENSOR, D=(128, 256)),
+    Rule(FWD_LONG, family=MMA, masks="bool add", D=(63, 64), tokens=LONGER),
+    Rule(FWD_MMA_MASKED_WIDE, family=MMA, masks=TENSOR, D=(96, 128), tokens=LONGER),
+    Rule(FWD_MMA_MASKED_SHORT, family=MMA, masks=TENSOR, D=(96, 128)),
+    Rule(FWD_MASKED_WIDE, "16 bytes", family=MMA, masks="bool+dropout", D=(64, 80)),
+    Rule(FWD_MASKED_WIDE, masks=TENSOR, D=(96, 128)),
+    Rule(FWD[2, 80], family=HOPPER, masks=TENSOR, D=(32, 64)),  # at D = 32 a boolean one spills
+    Rule(FWD_MASKED, masks=TENSOR),
+    Rule(FWD_LONG, "registers for dropout", MMA, masks=DROPOUT, D=(0, 64), tokens=LONGER),
+    Rule(FWD_MMA[2, 128], family=MMA, masks=DROPOUT, D=(64, 128), tokens=LONGER),
+    Rule(
+        FWD_MMA[2, 80],
+        "all tiles masked: the larger tile spills at D = 64",
+        family=MMA,
+        masks="varlen keys",
+        D=(0, 80),
+        tokens=LONGER,
+    ),
+    *(
+        Rule(config, family=MMA, D=(0, most), tokens=LONGER)
+        for (_, most), config in FWD_MMA.items()
+    ),
+    Rule(FWD[2, 80], family=HOPPER, masks="none causal", D=(32, 64)),
+    Rule(FWD_LONG, D=(0, 64), tokens=(1024, 8192)),
+    Rule(
+        FWD_HOPPER_KEYS,
+        family=HOPPER,
+        masks="keys varlen",
+        D=(63, 64),
+        buckets=LONG_ON_HOPPER,
+        heads="few many",
+    ),
+    Rule(FWD_HEADS, masks="none", D=(0, 32), tokens=SHORT, heads="many"),
+]
+
+
 @_prefetching(UNCROWDED)
 def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
-    on_hopper = gpu.family == 9 and 32 < D <= 64  # at D = 32 a boolean mask spills
-    long_on_mma = _is_ampere(gpu) and tokens > 64
-    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and not on_hopper:
-        if D > 128:
-            return FWD_MASKED_WIDE
-        if long_on_mma and D == 64 and mask in ("bool", "add"):
-            return FWD_LONG
-        if D > 96 and _is_ampere(gpu):
-            return FWD_MMA_MASKED_WIDE if long_on_mma else FWD_MMA_MASKED_SHORT
-        spills = mask == "bool+dropout" and 64 < D <= 80 and _is_ampere(gpu)  # 16 bytes
-        return FWD_MASKED_WIDE if D > 96 or spills else FWD_MASKED
-    if long_on_mma and ITEMSIZE[dtype] == 2 and D <= 128:
-        if mask.endswith("dropout"):  # its numbers take registers
-            return FWD_LONG if D <= 64 else FWD_MMA[2, 128]
-        if mask in ("varlen", "keys"):  # all tiles masked: the larger tile spills at D = 64
-            return _row(FWD_MMA, 2, max(D, 80))
-        return _row(FWD_MMA, 2, D)
-    halved = on_hopper and mask in ("none", "causal")
-    if ITEMSIZE[dtype] == 2 and D <= 64 and tokens > 1024 and not (halved or _has_tensor(mask)):
-        return FWD_LONG
-    pads_alike = tokens in LONG_ON_HOPPER and heads != "scarce"
-    if (ITEMSIZE[dtype], D) == (2, 64) and on_hopper and pads_alike and mask in ("keys", "varlen"):
-        return FWD_HOPPER_KEYS
-    if ITEMSIZE[dtype] == 2 and D <= 32 and tokens <= 64 and (mask, heads) == ("none", "many"):
-        return FWD_HEADS
-    return _row(FWD, 2, D) if ITEMSIZE[dtype] == 2 else _fwd_fp32(D, mask)
+    if ITEMSIZE[dtype] == 4:
+        return _fwd_fp32(D, mask)
+    return _first(FWD_RULES, gpu, D, tokens, mask, heads) or _row(FWD, 2, D)
 
 
 def _fwd_fp32(D: int, mask: str) -> FwdConfig:
@@ -313,34 +365,40 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
     return FWD_FP32 if two_stages else _row(FWD, 4, D)
 
 
+DQ_RULES = [
+    Rule(DQ_MASKED, "twice the warps an SM: a quarter less time", HOPPER, D=(63, 64), masks="keys"),
+    Rule(DQ_HOPPER, "a sixth to a quarter less", HOPPER, D=(63, 64), masks="varlen"),
+    Rule(DQ_HOPPER, "the same", HOPPER, D=(63, 64), masks=TENSOR, tokens=LONGER),
+    Rule(DQ_HOPPER_DROPOUT, "a tenth less", HOPPER, D=(63, 64), masks=DROPPED),
+    Rule(DQ_SHORT_TAIL, "7 % less", HOPPER, D=(79, 80), masks="none", since=(3, 9)),
+    Rule(MMA_MASKED_WIDE, family=MMA, D=(96, 128), masks="add+dropout"),
+    Rule(DQ_MMA_MASKED, "a tenth to a sixth less", MMA, "sm_80", D=(63, 64), masks=TENSOR),
+    Rule(DQ_MASKED, family=MMA, D=(0, 64), masks=TENSOR),
+    Rule(DQ_MASKED, family=OTHERS, D=(0, 96), masks=TENSOR),
+    Rule(DQ_MASKED_WIDE, D=(0, 128), masks=TENSOR),
+    Rule(DQ_MMA_CROWDED, "16 to 40 bytes", MMA, "but sm_80", D=(32, 64), masks="keys"),
+    Rule(
+        DQ_MMA_CROWDED,
+        "the same",
+        family=(12,),
+        D=(32, 64),
+        masks="none causal varlen",
+        since=(3, 9),
+    ),
+    Rule(DQ_MMA, family=MMA, D=(0, 64), masks="none causal keys varlen"),
+    Rule(DQ_MMA_CROWDED, family=MMA, D=(63, 64), masks=DROPPED),
+    Rule(DQ[2, 128], "8 bytes with triton 3.9", MMA, D=(0, 32), masks="causal+dropout"),
+    Rule(DQ_MMA_WIDEST, family=MMA, D=(128, 192)),
+    Rule(MMA_MASKED_WIDE, family=MMA, D=(192, 256)),
+]
+
+
 # By triton 3.9 a third stage at D = 80 makes wgmma wait.
 @_prefetching(UNCROWDED, ("none", "keys", "varlen"), (96,) if VERSION < (3, 9) else (80, 96))
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if (gpu.family, ITEMSIZE[dtype], D) == (9, 2, 64):
-        if mask == "keys":
-            return DQ_MASKED  # twice the warps an SM: a quarter less time, by the model
-        if mask == "varlen" or (_has_tensor(mask) and tokens > 64):
-            return DQ_HOPPER  # a sixth to a quarter less
-        if mask in DROPPED:
-            return DQ_HOPPER_DROPOUT  # a tenth
-    if (gpu.family, ITEMSIZE[dtype], D, mask) == (9, 2, 80, "none") and VERSION >= (3, 9):
-        return DQ_SHORT_TAIL  # 7 % less than by tiles that are all checked
-    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
-        if mask == "add+dropout" and D > 96 and _is_ampere(gpu):
-            return MMA_MASKED_WIDE
-        if (gpu.arch, D) == ("sm_80", 64):
-            return DQ_MMA_MASKED  # a tenth to a sixth less time, by the model
-        return DQ_MASKED if (64 if _is_ampere(gpu) else 96) >= D else DQ_MASKED_WIDE
-    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D <= 64 and not mask.endswith("dropout"):
-        spills = mask == "keys" or (VERSION >= (3, 9) and gpu.family == 12)  # 16 to 40
-        return DQ_MMA_CROWDED if spills and D > 32 and gpu.arch != "sm_80" else DQ_MMA
-    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in DROPPED:
-        return DQ_MMA_CROWDED
-    if (mask, ITEMSIZE[dtype]) == ("causal+dropout", 2) and D <= 32 and _is_ampere(gpu):
-        return DQ[2, 128]  # the larger tile spills 8 bytes with triton 3.9
-    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D > 128:
-        return DQ_MMA_WIDEST if D <= 192 else MMA_MASKED_WIDE
-    return _row(DQ, 2, D) if ITEMSIZE[dtype] == 2 else _dq_fp32(gpu, D, mask)
+    if ITEMSIZE[dtype] == 4:
+        return _dq_fp32(gpu, D, mask)
+    return _first(DQ_RULES, gpu, D, tokens, mask, heads) or _row(DQ, 2, D)
 
 
 def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
@@ -356,38 +414,46 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     return _row(DQ, 4, D)
 
 
-@_prefetching(("all",), sm_80=("none", "causal", "keys", "varlen", "bool", *DROPPED))
+DKDV_RULES = [
+    Rule(DKDV_HOPPER, family=HOPPER, D=(63, 64), masks=f"keys varlen causal {DROPPED}"),
+    Rule(
+        DKDV_HOPPER,
+        "an eighth to a sixth less time, by the model",
+        family=HOPPER,
+        D=(63, 64),
+        masks="bool bool+dropout",
+        tokens=LONGER,
+        before=(3, 9),
+    ),
+    Rule(DKDV[2, 64], "16 bytes; 8 to 48 by 3.9 or T <= 64", HOPPER, D=(63, 64), masks="bool add"),
+    Rule(DKDV_MMA[2, 64], family=MMA, D=(63, 64), masks=f"bool {DROPPED}"),
+    Rule(MMA_MASKED_WIDE, family=MMA, D=(96, 128), masks="add add+dropout bool+dropout"),
+    Rule(DKDV_MMA_KEYS, family=MMA, D=(96, 128), masks="keys+dropout"),
+    Rule(DKDV_MASKED, D=(0, 128), masks=TENSOR),
+    Rule(DKDV_HOPPER, family=HOPPER, D=(0, 64), masks="none"),
+    Rule(
+        DKDV[2, 256],
+        "together they spill 16 bytes at D = 192",
+        family=OTHERS,
+        D=(128, 256),
+        masks=f"keys varlen {TENSOR} {DROPOUT}",
+    ),
+    Rule(DKDV[2, 128], "by one stage 8", HOPPER, D=(191, 192), masks="none", since=(3, 9)),
+    Rule(DKDV[2, 128], D=(0, 128), masks=DROPOUT),
+    Rule(DKDV[2, 128], "wgmma would be serialised", HOPPER, D=(64, 128), masks="keys"),
+    *(Rule(config, family=MMA, D=(0, most)) for (_, most), config in DKDV_MMA.items()),
+]
+
+
+@_prefetching(("all",), sm_80=("none", "causal", "keys", "varlen", "bool", *DROPPED.split()))
 def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
-    if (gpu.family, ITEMSIZE[dtype], D) == (9, 2, 64):
-        if mask in ("keys", "varlen", "causal", *DROPPED):
-            return DKDV_HOPPER
-        if mask in ("bool", "bool+dropout") and tokens > 64 and VERSION < (3, 9):
-            return DKDV_HOPPER  # an eighth to a sixth less time, by the model
-        if mask in ("bool", "add"):
-            return DKDV[2, 64]  # the larger tile spills 16 bytes; 8 to 48 by 3.9 or up to T = 64
-    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2 and D == 64 and mask in ("bool", *DROPPED):
-        return DKDV_MMA[2, 64]
-    if 96 < D <= 128 and ITEMSIZE[dtype] == 2 and _is_ampere(gpu):
-        if mask.startswith("add") or mask == "bool+dropout":
-            return MMA_MASKED_WIDE
-        if mask == "keys+dropout":
-            return DKDV_MMA_KEYS
-    if _has_tensor(mask) and ITEMSIZE[dtype] == 2 and D <= 128:
-        return DKDV_MASKED
-    if (gpu.family, mask, ITEMSIZE[dtype]) == (9, "none", 2) and D <= 64:
-        return DKDV_HOPPER
-    if D > 128 and ITEMSIZE[dtype] == 2 and not _is_ampere(gpu) and mask not in ("none", "causal"):
-        return DKDV[2, 256]  # together they spill 16 bytes at D = 192
-    if (gpu.family, mask, D, dtype == "fp32") == (9, "none", 192, False) and VERSION >= (3, 9):
-        return DKDV[2, 128]  # by one stage 8 bytes
-    keys_on_hopper = (gpu.family, mask) == (9, "keys") and D > 64  # wgmma would be serialised
-    if (mask.endswith("dropout") or keys_on_hopper) and ITEMSIZE[dtype] == 2 and D <= 128:
-        return DKDV[2, 128]
-    if _is_ampere(gpu) and ITEMSIZE[dtype] == 2:
-        return _row(DKDV_MMA, 2, D)
-    if gpu.is_amd and 64 < D <= 128 and ITEMSIZE[dtype] == 2:
+    if ITEMSIZE[dtype] == 4:
+        return _dkdv_fp32(gpu, D, mask)
+    if (found := _first(DKDV_RULES, gpu, D, tokens, mask, heads)) is not None:
+        return found
+    if gpu.is_amd and 64 < D <= 128:
         return DKDV[2, 128]  # the larger tile spills 96 bytes
-    return _row(DKDV, 2, D) if ITEMSIZE[dtype] == 2 else _dkdv_fp32(gpu, D, mask)
+    return _row(DKDV, 2, D)
 
 
 def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
