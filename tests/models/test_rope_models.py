@@ -204,6 +204,11 @@ def _structure(model: Any, names: Any) -> tuple[Any, ...]:
     return shapes, eps, activation
 
 
+def test_preset_names_are_timms():
+    ours = preset_names()[31:]  # after vit_mnist and the sizes of the plain ViT
+    assert len(set(ours)) == 12 and all(map(timm.is_model, ours))
+
+
 @pytest.mark.parametrize("name", list(filter(timm.is_model, preset_names())))
 def test_presets_match_timm(name):
     """Layers, eps and activations, which timm's arguments do not name as ours do."""
