@@ -41,7 +41,9 @@ def test_a_comparison_says_at_once_what_it_runs_and_how_long():
     said = []
     compare(say=said.append, name="tiny")
     assert said[0] == "tiny: eager, swapped; 2 first steps of each, then 0 s in turns"
-    assert re.fullmatch(r"a step takes \S+ ms in eager: some \d+ s in all", said[2])
+    assert re.fullmatch(r"a step takes \S+ ms in eager: some \d+ s in all", said[3])
+    assert re.fullmatch(r"  the first of 2 steps took \d+\.\d s", said[2])
+    assert [line for line in said if "turn" in line][-1] == "turn 5 of 5"
 
 
 def test_without_a_kernel_there_is_a_time_and_no_ratio():
@@ -142,7 +144,7 @@ def test_the_command_is_small_on_a_cpu_and_writes_a_table_and_a_picture(
     with fk.backend("torch"):
         assert cli.main(words) == 0
     out, progress = capsys.readouterr()
-    assert "[4, 1, 28, 28]" in out and "none of our kernels ran" in out
+    assert "[1, 1, 28, 28]" in out and "none of our kernels ran" in out
     assert progress.splitlines()[0].endswith("building vit_mnist")
     assert {p.name for p in tmp_path.iterdir()} == {"compare.csv", "compare.png"}
 
@@ -152,3 +154,15 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_model_is_built(tm
     words = ["compare", "timm:no_such_model", "--device", "cpu", "--out", str(tmp_path / "file")]
     assert cli.main(words) == 2
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_step_that_the_host_holds_up_is_said_where_a_person_looks(monkeypatch):
+    """By fk.status after swap_in(measure=batch), on a stand-in for a GPU that waits."""
+    monkeypatch.setattr("fastvit_kernels.fuse.measure.ROUNDS", 3)
+    for share, said in ((0.95, True), (0.5, False)):
+        step = lambda *_, share=share: lambda: share  # noqa: E731
+        monkeypatch.setattr("fastvit_kernels.fuse.measure._step_of", step)
+        monkeypatch.setattr("fastvit_kernels.fuse.measure._spread", lambda times: -1e9)
+        model = Mlp()
+        fk.swap_in(model, measure=torch.randn(2, 5, 16))
+        assert ("use mode='reduce-overhead'" in str(fk.status(model))) == said

@@ -24,7 +24,7 @@ from .console import CommandError, refusing
 from .models import build_model, input_shape, read_image
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
-SMALL, SMALL_BATCH, BATCH = "vit_tiny_patch16_224", 4, 64  # a CPU's, and a GPU's
+SMALL, SMALL_BATCH, BATCH = "vit_tiny_patch16_224", 1, 64  # a CPU's, and a GPU's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

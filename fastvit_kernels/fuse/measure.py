@@ -16,6 +16,8 @@ from .swapped import swapped_methods
 
 ROUNDS = 15
 SECONDS = 10.0  # of measuring, after both have warmed up
+HOST_BOUND = 0.9  # of a step's time, in which the host queues it: the GPU waits for the host
+ADVICE = "the GPU waits for the host: use mode='reduce-overhead'"
 
 
 def measure_step(
@@ -37,13 +39,16 @@ def measure_step(
     step = _step_of(model, args, kwargs)
     try:
         with select.kept(model):
-            times = _in_turns(swapped, step, undo)
+            times, share = _in_turns(swapped, step, undo)
     except BaseException:
         undo()
         raise
     finally:
         for p, grad in before:
             p.grad = grad
+    if share > HOST_BOUND:
+        for _, method in swapped:
+            method.calls.note(ADVICE)  # for fk.status
     host, fused = (statistics.median(t) for t in times)
     noise = sum(_spread(t) for t in times)
     said = f"host {host:.1f} ms, fused {fused:.1f} ms a step"
@@ -54,24 +59,30 @@ def measure_step(
     return f"{said}: {what}, swapped out again"
 
 
-def _step_of(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+def _step_of(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], float]:
+    """A step that gives the share of its time in which the host queued it; 0 on a CPU."""
     cuda = any(p.is_cuda for p in model.parameters())
 
-    def step() -> None:
+    def step() -> float:
+        start = time.perf_counter()
         model.zero_grad(set_to_none=True)
         outputs = [y for _, y in tensors(model(*args, **kwargs), "out") if y.requires_grad]
         if model.training and outputs:
             torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
-        if cuda:
-            torch.cuda.synchronize()
+        queued = time.perf_counter() - start
+        if not cuda:
+            return 0.0
+        torch.cuda.synchronize()
+        return queued / (time.perf_counter() - start)
 
     return step
 
 
 def _in_turns(
-    swapped: list[Any], step: Callable[[], None], undo: Callable[[], None]
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of the host's steps and of the swapped model's."""
+    swapped: list[Any], step: Callable[[], float], undo: Callable[[], None]
+) -> tuple[tuple[list[float], list[float]], float]:
+    """Milliseconds of the host's steps and of the swapped model's, and the share of the latter in
+    which the host queued it."""
 
     def as_host() -> None:
         undo()
@@ -86,14 +97,15 @@ def _in_turns(
         for _ in range(3):
             step()
     times: tuple[list[float], list[float]] = ([], [])
+    shares = []
     end = time.perf_counter() + SECONDS
     while len(times[1]) < ROUNDS and (len(times[1]) < 3 or time.perf_counter() < end):
         for way, found in zip(ways, times, strict=True):
             way()
             start = time.perf_counter()
-            step()
+            shares.append(step())
             found.append(1e3 * (time.perf_counter() - start))
-    return times
+    return times, statistics.median(shares[1::2])
 
 
 def _spread(times: list[float]) -> float:

@@ -8,6 +8,7 @@ time    steps in turns, so that a clock that drifts drifts for all; medians with
 from __future__ import annotations
 
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..fuse.measure import ADVICE, HOST_BOUND
 from ..fuse.select import tensors
 from ..fuse.swap import arguments_of, swap_in, swap_out
 from ..runtime.backend import backend, reason_for_torch
@@ -31,7 +33,6 @@ from .timer import Timer, spread, timer_of
 from .turns import ROUNDS, Contender, time_together
 
 Batch = Tensor | tuple | Mapping[str, Any] | Callable[[Any], Any]
-HOST_BOUND = 0.9  # of a step's time: the GPU waits for the host
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,22 @@ class Race:
             if any(WAYS[name].ours for name in ways):
                 self.say("numbers against float64")
                 self.judged = judge(model, self.batch, self.autocast, self.timer)
-            self.say(f"{ROUNDS} turns")
-            time_together(self.found, self.timer, 1e3 * self.seconds, flush=False, most=50)
+            self.take_turns()
         except KeyboardInterrupt:
             self.interrupted = True
             self.say("interrupted: what is there is kept")
+
+    def take_turns(self) -> None:
+        """Time all that run, and tell of each turn."""
+        turns = itertools.count(1)
+        first = next(c.name for c in self.found if c.outcome.status == OK)
+
+        def at_work(name: str) -> None:
+            if name == first:
+                self.say(f"turn {next(turns)} of {ROUNDS}")
+
+        ms = 1e3 * self.seconds
+        time_together(self.found, self.timer, ms, flush=False, most=50, at_work=at_work)
 
     def prepare(self, model: nn.Module, name: str) -> None:
         """First steps by one seed, which also warm up. Raises: what eager raises."""
@@ -184,7 +196,9 @@ class Race:
             made.run = Runner(model, way, self.batch, self.autocast).step
             torch.manual_seed(0)
             with recording() as choices:
-                made.losses = torch.stack([made.run() for _ in range(self.steps)]).double().cpu()
+                losses = [self.first_step(made.run)]
+                losses += [made.run().double().cpu() for _ in range(1, self.steps)]
+                made.losses = torch.stack(losses)
             made.kernels = bool(choices)
             made.peak_mib, _ = self.timer.memory_mib(made.run)
             made.times = self.timer.sample(made.run, 2, False)
@@ -195,6 +209,13 @@ class Race:
             made.run = lambda: None  # what it held is freed
             made.outcome = failure(error, self.timer)
         self.found.append(made)
+
+    def first_step(self, run: Callable[[], Any]) -> Any:
+        """With its time, so that nobody waits in the dark."""
+        start = time.monotonic()
+        loss = run().double().cpu()
+        self.say(f"  the first of {self.steps} steps took {time.monotonic() - start:.1f} s")
+        return loss
 
     def say_how_long(self, ways: Sequence[str]) -> None:
         ms = self.found[0].times[-1]
@@ -257,7 +278,7 @@ def row_of(c: Ready, eager: Ready, judged: Outcome, images: int | None, why: str
         ratios = base.median / ms, base.p20 / p80, base.p80 / p20
         row |= dict(zip(("speedup", "speedup_p20", "speedup_p80"), ratios, strict=True))
     if c.host_ms is not None and c.kernels and c.times and c.host_ms > HOST_BOUND * ms:
-        notes.append("the GPU waits for the host: use mode='reduce-overhead'")
+        notes.append(ADVICE)
     return Row(**row, note="; ".join(filter(None, notes)))
 
 

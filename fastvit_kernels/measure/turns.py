@@ -81,7 +81,13 @@ def take_turns(
 
 
 def time_together(
-    contenders: Sequence[Contender], timer: Timer, ms: float, *, flush: bool, most: int = 100
+    contenders: Sequence[Contender],
+    timer: Timer,
+    ms: float,
+    *,
+    flush: bool,
+    most: int = 100,
+    at_work: Callable[[str], Any] = lambda name: None,
 ) -> None:
     """Time in turns those that run well, for so many ms in all; at most so many samples of each in
     a turn, at least one. Times of before are left out: whoever has none runs twice before."""
@@ -89,7 +95,7 @@ def time_together(
     right = [c for c in contenders if c.outcome.status == OK]
     for c in right:
         c.count, c.times = samples_in(ms / (len(right) * ROUNDS), c.times[-1], 1, most), []
-    take_turns(right, timer, flush=flush)
+    take_turns(right, timer, flush=flush, at_work=at_work)
 
 
 def beats(candidate: list[float], default: list[float]) -> bool:
