@@ -352,7 +352,7 @@ def _warm_up(entry: Entry, inputs: Inputs, upstream: Any, mode: str, bench: Benc
     several = [step]
     for _ in range(1, entry.rotated):
         fresh = {n: x.detach().clone().requires_grad_(x.requires_grad) for n, x in inputs.items()}
-        given = [None if dy is None else dy.clone() for dy in upstream]
+        given = [dy.clone() for dy in upstream]
         several.append(step_of(entry.function, fresh, given, mode))
     bench.at_work(entry.name)
     with attempt(entry, timer), entry.context():
