@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as traceback
+import torch.nn.attention
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -140,7 +141,7 @@ def is_known_function(target: Any) -> bool:
         return True
     if target is getattr or target in (min, max, abs, int, float, bool):
         return True
-    if name == "_log_api_usage_once":  # torchvision's, of no effect
+    if name in ("_log_api_usage_once", *CHOICES):  # torchvision's, of no effect
         return True
     if type(target).__name__.startswith("numpy_"):  # Dynamo's numpy, made of torch's operators
         return True
@@ -148,6 +149,8 @@ def is_known_function(target: Any) -> bool:
     return known and (name in FUNCTIONAL or has_operator(name))
 
 
+# Which of its kernels torch's attention may take, in a `with sdpa_kernel(...)`.
+CHOICES = ("_backend_from_string", "_sdpa_kernel")
 FUNCTIONAL = {name for name in dir(nn.functional) if not name.startswith("_")}
 
 
@@ -173,11 +176,19 @@ class Tracing(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_checkpoint(target):
             return self.checkpoint(target, args, kwargs)
+        if getattr(target, "__name__", "") in CHOICES:
+            return self.choice(target, args)
         if is_higher_order(target) or any(map(is_subclass, tree_leaves((args, kwargs)))):
             with proxy_tensor.disable_proxy_modes_tracing():
                 out = super().call_function(target, args, kwargs)
             return written_by_hand(target, args, kwargs, out)
         return super().call_function(target, args, kwargs)
+
+    def choice(self, target: Any, args: Any) -> Any:
+        """Names stay names until the one call that chooses kernels by them."""
+        if target.__name__ == "_backend_from_string":
+            return args[0]
+        return written_by_hand(choose_kernels, args, {}, None)
 
     def run_node(self, n: Node) -> Any:
         self.node = n
@@ -198,6 +209,12 @@ class Tracing(Interpreter):
             out = Interpreter(inner).run(*given)
         inner.meta.update(body.meta)
         return written_by_hand(target, (inner, *given), kwargs, out)
+
+
+def choose_kernels(names: list[str], *order: bool) -> None:
+    """What torch.nn.attention.sdpa_kernel does at the start and at the end of its block."""
+    chosen = [nn.attention._backend_from_string(name) for name in names]
+    nn.attention._sdpa_kernel(chosen, *order)
 
 
 def is_subclass(x: Any) -> bool:
@@ -267,7 +284,8 @@ class Propagate(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         n.meta["region"] = Region.here()
-        out = n.meta["val"] if n.target == "item" else super().run_node(n)
+        is_run = n.target != "item" and n.target is not choose_kernels
+        out = super().run_node(n) if is_run else n.meta.get("val")
         if state_of(n) == "_enter_autocast":
             self.autocasts.append(out)
         elif state_of(n) == "_exit_autocast":

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.fuse.hosts import Host, check, table
 from tests.fuse.kit import (
@@ -305,3 +306,22 @@ def test_a_whole_vit():
     result = check(Host("vit", vit, images, calls=2, again=lambda: (seeded(3, 3, 8, 12),)))
     assert result.share == 1.0, result.left
     assert result.rules["qkv_attention"] >= 4 and len(result.reports) <= 2
+
+
+def chosen_kernels(attend: Any) -> Any:
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = (split(layer(x)) for layer in (kit.q, kit.k, kit.v))
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+            o = attend(q, k, v)
+        return kit.o(join(o))
+
+    return forward
+
+
+def test_a_choice_among_torchs_kernels_is_kept_where_torch_attends():
+    fused = check(Host("kernels", chosen_kernels(sdpa), calls=2))
+    assert fused.share == 1.0, fused.left
+    left = check(Host("kernels", chosen_kernels(lambda q, k, v: sdpa(q, k, v, scale=-1.0))))
+    assert "a scale of -1.0" in left.left[0] and not left.reports[0].declined
+    enabled = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+    assert all(each() for each in enabled)
