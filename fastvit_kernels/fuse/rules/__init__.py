@@ -12,6 +12,7 @@ from . import (
     attention,
     epilogue,
     handover,
+    in_place,
     linear,
     mlp,
     norms,
@@ -31,6 +32,7 @@ class Rule(NamedTuple):
 
 NORMS = ("fk.layer_norm", "fk.rms_norm")
 RULES = (
+    Rule(in_place.as_new, in_place.OPERATIONS),
     Rule(patches.patch_embed, ("conv2d", "conv3d")),
     Rule(products.product_of_weight, ("matmul", "mm")),
     Rule(products.addmm, ("addmm",)),
