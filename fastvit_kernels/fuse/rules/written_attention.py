@@ -2,7 +2,7 @@
 
 dropout(softmax(scale (q k^T) + mask)) v       ->  fk.scaled_dot_product_attention and wider
 (q k^T) * s, s one number a head (cosine)      ->  the same of q * s
-scores.masked_fill(hidden, -inf)               ->  a mask of -inf
+scores.masked_fill(hidden, -inf), where        ->  a mask of -inf
 windows: scores (B W, H, T, S) + mask (W, 1, T, S) by a view  ->  fk.attention's mask by windows
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -31,6 +32,7 @@ from .attention import Call, attend, check_heads
 from .masks import constant, with_hidden_rows
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+FILLED = ("full", "full_like", "new_full")
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Scores:
     scale: float = 1.0
     head_scales: list[Node] = field(default_factory=list)  # (..., 1, 1)
     masks: list[Node] = field(default_factory=list)  # added
-    hidden: list[Node] = field(default_factory=list)  # boolean, True where -inf
+    hidden: list[tuple[Node, bool]] = field(default_factory=list)  # what is -inf, where it is this
     path: list[Node] = field(default_factory=list)
 
 
@@ -72,7 +74,7 @@ def factors(n: Node, equation: str) -> tuple[Node, Node]:
     if op(n) == "einsum":
         need(
             is_equation(n.args[0], equation) and len(n.args[1]) == 2,
-            "an einsum that is no attention",
+            "an einsum that is no linear layer or attention",
         )
         return n.args[1][0], n.args[1][1]  # type: ignore[index,return-value]
     need(op(n) in PRODUCTS, "a product that is no attention")
@@ -110,8 +112,9 @@ def behind_softmax(n: Node, path: list[Node]) -> tuple[Node, float, Node | None]
             need(is_number(b["p"]) and 0 <= b["p"] < 1, "a dropout of everything")
             p, draw = float(b["p"]), n
         else:
-            need(op(n) in CASTS and is_tensor(input_of(n)), "a product of no softmax")
-            need(val(n).is_floating_point(), "a product of no softmax")
+            why = f"a product of {op(n) or 'an input'}, not of a softmax"
+            need(op(n) in CASTS and is_tensor(input_of(n)), why)
+            need(val(n).is_floating_point(), why)
         path.append(n)
         n = input_of(n)
 
@@ -132,8 +135,11 @@ def scores_of(n: Node, rank: int) -> Scores:
             at = scaled(found, at)
         elif name == "add":
             at = masked(found, at)
-        elif name in ("masked_fill", "where"):
-            at = filled(found, at)
+        elif name == "masked_fill":
+            b = bound(at)
+            at = filled(found, at, b["self"], b["value"], b["mask"], True)
+        elif name == "where":
+            at = chosen(found, at)
         elif name in ("view", "reshape") and (inner := by_windows(found, at)) is not None:
             at = inner
         else:
@@ -205,17 +211,25 @@ def leads_to_product(n: Node) -> bool:
     return False
 
 
-def filled(found: Scores, at: Node) -> Node:
-    """-inf where a boolean mask hides."""
-    b = bound(at)
-    if op(at) == "masked_fill":
-        y, hidden, value = b["self"], b["mask"], b["value"]
-    else:
-        need(is_number(at.args[1]) or is_number(at.args[2]), "scores where another tensor is not")
-        raise Decline("scores chosen by where")
+def chosen(found: Scores, at: Node) -> Node:
+    """The scores, and where a condition says so, -inf."""
+    condition, *values = at.args
+    for y, value, hides in ((*values, False), (*values[::-1], True)):
+        if op(value) in FILLED and is_tensor(y):
+            found.path.append(value)
+            value = bound(value)["fill_value"]
+        if is_tensor(y) and is_number(value):
+            return filled(found, at, y, value, condition, hides)
+    raise Decline("scores where another tensor is not")
+
+
+def filled(found: Scores, at: Node, y: Any, value: Any, condition: Any, hides: bool) -> Node:
+    """-inf where a boolean mask is `hides`."""
     need(value == -math.inf, "scores under a mask are set to a finite number")
-    need(val(hidden).dtype == torch.bool and eq(shape(y), shape(at)), "a mask that is no boolean")
-    found.hidden.append(hidden)
+    need(
+        val(condition).dtype == torch.bool and eq(shape(y), shape(at)), "a mask that is no boolean"
+    )
+    found.hidden.append((condition, hides))
     return y
 
 
@@ -246,7 +260,7 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
     need(eq(shape(v)[-2:], shape(k)[-2:]), "values of another width than keys")
     need(eq(shape(n), shape(q)), "a result of another shape")
     need(val(q).dtype == val(k).dtype, "queries and keys of different dtypes")
-    for mask in (*scores.masks, *scores.hidden):
+    for mask in (*scores.masks, *(hidden for hidden, _ in scores.hidden)):
         need(val(mask).ndim <= 5 and val(mask).device == val(q).device, "a mask elsewhere")
         is_number_like = val(mask).is_floating_point() or val(mask).dtype == torch.bool
         need(is_number_like, "a mask of integers")
@@ -264,16 +278,21 @@ def under_head_scales(g: Graph, n: Node, q: Node, scales: list[Node]) -> Node:
 
 def mask_of(g: Graph, n: Node, scores: Scores) -> Node | None:
     """All masks as one, its wholly hidden rows NaN."""
-    if not scores.masks and len(scores.hidden) == 1:
-        value = constant(g, scores.hidden[0])
+    every = [
+        mask if hides else g.emit(n, aten.logical_not.default, mask)
+        for mask, hides in scores.hidden
+    ]
+    if not scores.masks and len(every) == 1:
+        value = constant(g, every[0])
         if value is not None and not value.all(-1).any():
-            return g.emit(n, aten.logical_not.default, scores.hidden[0])
+            mask, hides = scores.hidden[0]
+            return g.emit(n, aten.logical_not.default, mask) if hides else mask
     total = None
     for mask in scores.masks:
         if val(mask).ndim == 5:
             mask = g.emit(n, aten.squeeze.dim, mask, 0)
         total = mask if total is None else g.emit(n, aten.add.Tensor, total, mask)
-    for hidden in scores.hidden:
+    for hidden in every:
         if total is None:
             options = dict(dtype=val(n).dtype, device=val(n).device)
             total = g.emit(n, aten.zeros.default, [], **options)
