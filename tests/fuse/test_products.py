@@ -109,3 +109,61 @@ def test_a_weight_that_takes_no_gradient_takes_none():
 def test_under_autocast_a_bias_in_fp32_widens():
     spell = LINEAR[0]
     rules(spell, torch.float32, autocast=True, rtol=5e-2, atol=5e-2)  # and compares dtypes
+
+
+B, H, D = 2, 3, 8
+SCORES = ("bqhd,bkhd->bhqk", "b q h d, b k h d -> b h q k", "...qhd,...khd->...hqk")
+JOINED = ("bhqk,bkhd->bqhd", "bhqk,bhkd->bqhd", "b h q k, b k h d -> b h q d")
+
+
+class Heads(nn.Module):
+    def __init__(self, scores, joined, turned=False):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(K, 3 * H * D), nn.Linear(H * D, K)
+        self.scores, self.joined, self.turned = scores, joined, turned
+        self.double()
+
+    def forward(self, x):
+        q, k, v = (t.reshape(B, T, H, D) for t in self.qkv(x).chunk(3, -1))
+        q, k = (t.transpose(1, 2) if self.scores[:2] == "bh" else t for t in (q, k))
+        first, last = ((k, q), -1) if self.turned else ((q, k), -1)
+        weights = (torch.einsum(self.scores, *first) * D**-0.5).softmax(last)
+        v = v.transpose(1, 2) if "hk" in self.joined.replace(" ", "").split(",")[1] else v
+        o = torch.einsum(self.joined, *((v, weights) if self.turned else (weights, v)))
+        return self.o((o if o.shape[1] == T else o.transpose(1, 2)).reshape(B, T, H * D))
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("joined", JOINED)
+def test_attention_by_einsums_is_one_op_with_its_projection(scores, joined):
+    found = fired(Heads(scores, joined), torch.randn(B, T, K).double())
+    assert found["qkv_attention"] == 1, found
+
+
+def test_attention_by_einsums_of_operands_in_turn():
+    found = fired(Heads("bkhd,bqhd->bhqk", "bkhd,bhqk->bqhd", True), torch.randn(B, T, K).double())
+    assert found["qkv_attention"] == 1, found
+
+
+ODD = [
+    ("bqhd,bkhd->bhkq", "bhqk,bkhd->bqhd"),  # a softmax over queries
+    ("bqhd,bkhd->bhqk", "bhkq,bkhd->bqhd"),  # weights turned
+    ("bqhd,bkhd->bqk", "bqk,bkhd->bqhd"),  # scores summed over heads
+    ("bqhd,bkgd->bhqk", "bhqk,bkhd->bqhd"),  # keys summed over heads
+    ("bqhd,bkhd->bhqk", "bhqk,bkgd->bqhd"),  # values summed over heads
+    ("qbhd,bkhd->bhqk", "bhqk,bkhd->bqhd"),  # B taken for T
+    ("bqhd,bkhd->bhqk", "bhqk,bqhd->bkhd"),
+]
+
+
+@pytest.mark.parametrize(("scores", "joined"), ODD)
+def test_einsums_that_look_like_attention(scores, joined):
+    class Square(Heads):
+        def forward(self, x):
+            q, k, v = (t.reshape(4, 4, 4, 8) for t in self.qkv(x).chunk(3, -1))
+            o = torch.einsum(self.joined, torch.einsum(self.scores, q, k).softmax(-1), v)
+            return self.o(o.reshape(4, 4, 32)[..., : H * D])
+
+    m = Square(scores, joined)
+    m.qkv, m.o = nn.Linear(K, 96).double(), nn.Linear(H * D, K).double()
+    assert "qkv_attention" not in fired(m, torch.randn(4, 4, K).double())

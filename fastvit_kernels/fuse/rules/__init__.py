@@ -41,6 +41,7 @@ RULES = (
     Rule(norms.rms_norm, ("rms_norm",)),
     Rule(norms.written_rms_norm, ("rsqrt",)),
     Rule(attention.sdpa, ("scaled_dot_product_attention",)),
+    Rule(products.einsum_by_heads, ("einsum",)),
     Rule(written_attention.written_attention, ("matmul", "bmm", "einsum")),
     Rule(rows.rows_in_order, ("linear",)),
     Rule(mlp.gated_mlp, ("linear",)),

@@ -3,13 +3,18 @@
 x @ w.t() [+ b], x @ w, of a parameter        ->  linear(x, w, b), linear(x, w.t())
 addmm(b, x, w.t())                            ->  linear(x, w, b)
 einsum("btk,nk->btn", x, w)                   ->  linear(x, w)
+
+And the products of attention in one order of axes:
+
+einsum("bthd,bshd->bhts", q, k)               ->  einsum("bhtd,bhsd->bhts", q and k turned)
+einsum("bhts,bshd->bthd", w, v)               ->  einsum("bhts,bhsd->bhtd", w, v turned) turned
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph import Decline, Graph, aten, is_float, need
+from ..graph import Decline, Graph, aten, have_same_strides, is_float, need
 from ..views import bound, eq, is_tensor, op, same_map, shape, source, val, view, view_base
 
 
@@ -50,6 +55,69 @@ def is_by_weight(equation: str) -> bool:
     outer = letters.replace(inner, "")
     need(result == rows[:-1] + outer, "an einsum that is no linear layer")
     return letters[1] == inner
+
+
+def einsum_by_heads(g: Graph, n: Node) -> None:
+    """Heads before tokens in all operands, as `written_attention` reads them."""
+    b = bound(n)
+    need(len(b["tensors"]) == 2 and b["path"] is None, "an einsum of several factors")
+    turned = in_order(spelled_out(b["equation"].replace(" ", ""), val(b["tensors"][0]).ndim))
+    need(turned is not None, "an einsum in order, or no attention")
+    swapped, axes, result, equation = turned
+    operands = b["tensors"][::-1] if swapped else b["tensors"]
+    need(all(map(is_float, operands)), "a product of no floating-point tensors")
+    given = [
+        x if order == sorted(order) else g.emit(n, aten.permute.default, x, order)
+        for x, order in zip(operands, axes, strict=True)
+    ]
+    gone = g.absorb([], n)
+    new = g.emit(n, aten.einsum.default, equation, given)
+    if result != sorted(result):
+        new = g.emit(n, aten.permute.default, new, result)
+    g.check_alike(new, n)
+    need(have_same_strides(val(new), val(n)), "an einsum that lies in another order")
+    g.replace(n, new, gone, "einsum by heads")
+
+
+def spelled_out(equation: str, rank: int) -> str:
+    """Letters for the dots of "...qhd,...khd->...hqk", the first operand of this rank."""
+    first = equation.partition(",")[0]
+    letters = [x for x in "ABCDEFGH" if x not in equation][: rank - len(first) + 3]
+    return equation.replace("...", "".join(letters)) if first[:3] == "..." else equation
+
+
+def in_order(given: str) -> tuple[bool, list[list[int]], list[int], str] | None:
+    """Whether operands change places, the order of each one's axes and of the result's, and the
+    equation in between; None where it is that already, or no product by heads."""
+    sides, arrow, out = given.partition("->")
+    parts = sides.split(",")
+    letters = (*parts, out)
+    if (
+        not arrow
+        or len(parts) != 2
+        or not all(x.isalpha() and len(set(x)) == len(x) for x in letters)
+    ):
+        return None
+    swapped = out[-1:] in set(parts[0]) - set(parts[1])
+    left, right = parts[::-1] if swapped else parts
+    heads = [x for x in out if x in left and x in right]
+    rows, columns = (
+        [x for x in out if x in a and x not in b] for a, b in ((left, right), (right, left))
+    )
+    inner = [x for x in left if x in right and x not in out]
+    sizes = len(heads) + 2
+    if (
+        not heads
+        or not len(rows) == len(columns) == len(inner) == 1
+        or {*map(len, letters)} != {sizes}
+    ):
+        return None
+    lead, t, s, d = "".join(heads), rows[0], columns[0], inner[0]
+    wanted = (lead + t + d, lead + (s + d if right[-1] == d else d + s), lead + t + s)
+    if (left, right, out) == wanted:
+        return None
+    axes = [[a.index(x) for x in b] for a, b in ((left, wanted[0]), (right, wanted[1]))]
+    return swapped, axes, [wanted[2].index(x) for x in out], f"{wanted[0]},{wanted[1]}->{wanted[2]}"
 
 
 def check(x: object, weight: object) -> None:
