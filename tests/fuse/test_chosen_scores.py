@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fastvit_kernels as fk
 from tests.fuse.hosts import Host, check, table
-from tests.fuse.kit import D, Kit, join, packed
+from tests.fuse.kit import D, Kit, join, packed, seeded
 
 INF = float("inf")
 
@@ -71,3 +73,46 @@ def test_scores_chosen_by_where(host):
 def test_what_where_also_gives(host):
     result = check(host)
     assert not any("attention" in rule for rule in result.rules), result.rules
+
+
+def written_behind(make: Any) -> Any:
+    """A mask that is written to once attention has read it, which the host's backward allows."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        mask = make(kit, x)
+        o = join((q @ k.mT + mask).softmax(-1) @ v)
+        mask.zero_()
+        return kit.o(o)
+
+    return forward
+
+
+WRITTEN = {
+    "of inputs": written_behind(lambda kit, x: x.detach()[:, None, :, :9].sin()),
+    "of a parameter": written_behind(lambda kit, x: kit.table * 0.5),
+    "a buffer": written_behind(lambda kit, x: kit.cos.view(-1)[:81].view(9, 9)),
+    "in bounds": written_behind(lambda kit, x: kit.cos.view(-1)[:81].view(9, 9).sigmoid()),
+}
+
+
+@pytest.mark.parametrize("host", table("mask", WRITTEN), ids=lambda host: host.id)
+def test_a_mask_may_be_written_to_behind_attention(host):
+    assert check(host).share == 1.0
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_keep_a_mask_of_their_own(name):
+    """They read it in the backward, where the host reads its weights."""
+    torch._dynamo.reset()
+    host = Host(name, WRITTEN[name], dtype=torch.float32).build()
+    model, x = copy.deepcopy(host), seeded(2, 9, 32)
+    with fk.backend("triton"):
+        fk.swap_in(model)
+        model(x).square().sum().backward()
+    host(x).square().sum().backward()
+    assert fk.status(model).share == 1.0
+    for a, b in zip(model.parameters(), host.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
