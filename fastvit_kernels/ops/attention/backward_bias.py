@@ -23,7 +23,7 @@ from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.gemm import TMA_FAMILIES
 from ..common.reduction import column_sum
 from .configs import ITEMSIZE
-from .launch import Problem, kept_by, mask_kind, mask_layout, mask_strides, padded_rows
+from .launch import Problem, Softmax, kept_by, mask_kind, mask_layout, mask_strides, padded_rows
 from .samples import Sample, head_rows, lse_ptr_of, row_ptr
 from .tiles import (
     LOG2_E,
@@ -244,9 +244,7 @@ def launch_bias_grad(
     lse: Tensor,
     delta: Tensor,
     bias: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
+    softmax: Softmax,
 ) -> None:
     """Fill dbias, contiguous, of the shape of bias: (batch, H or 1, T_q or 1, T_kv).
 
@@ -258,7 +256,7 @@ def launch_bias_grad(
     whole = (*bias.shape[:2], q.shape[1], k.shape[1])
     if bias.shape != whole:  # shared by all queries
         each = torch.empty(whole, dtype=torch.float32, device=bias.device)
-        launch_bias_grad(each, dout, qkv, lse, delta, bias.expand(whole), seed, scale, dropout_p)
+        launch_bias_grad(each, dout, qkv, lse, delta, bias.expand(whole), softmax)
         dbias.copy_(each.sum(2, keepdim=True))
         return
     layout = mask_layout(bias)
@@ -269,7 +267,7 @@ def launch_bias_grad(
         q.shape,
         k.shape[1],
         mask_kind(layout, False, False),
-        seed is not None,
+        softmax.seed is not None,
         matmul_precision(),
     )
     partial = dbias
@@ -285,12 +283,12 @@ def launch_bias_grad(
         padded_rows(lse),
         delta,
         bias,
-        seed,
+        softmax.seed,
         *sizes,
         strides,
         mask_strides(layout),
-        scale,
-        kept_by(dropout_p),
+        softmax.scale,
+        kept_by(softmax.dropout_p),
     )
     if parts > 1:
         column_sum(partial, dbias)

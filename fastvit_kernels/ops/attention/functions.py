@@ -31,6 +31,7 @@ from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, f
 from ...runtime.operator import Route, differentiable, operator
 from .configs import MAX_D
 from .launch import (
+    Softmax,
     bwd_flops,
     empty_dqkv,
     empty_outputs,
@@ -79,7 +80,7 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
     qkv = readable(qkv)
-    return launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
+    return launch_fwd(qkv.unbind(2), Softmax(scale, dropout_p, seed), packed=qkv)
 
 
 @operator(fake=empty_dqkv, flops=bwd_flops)
@@ -96,19 +97,9 @@ def attention_bwd(
     dqkv = empty_dqkv(qkv)
     if qkv.numel():
         qkv = readable(qkv)
-        launch_bwd(
-            dqkv.unbind(2),
-            readable(dout),
-            qkv.unbind(2),
-            out,
-            lse,
-            None,
-            seed,
-            scale,
-            dropout_p,
-            False,
-            packed=(dqkv, qkv),
-        )
+        softmax, heads = Softmax(scale, dropout_p, seed), qkv.unbind(2)
+        grads, packed = dqkv.unbind(2), (dqkv, qkv)
+        launch_bwd(grads, readable(dout), heads, out, lse, softmax, packed=packed)
     return dqkv
 
 

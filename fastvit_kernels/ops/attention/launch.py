@@ -44,6 +44,17 @@ class Packing(NamedTuple):
     max_seqlen: int  # at least the longest; the grid is made for it
 
 
+class Softmax(NamedTuple):
+    """What makes probabilities of the products of queries and keys."""
+
+    scale: float
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # with dropout
+    mask: Tensor | None = None  # (batch, H, T_q, T_kv), or 1 of any; sample b has mask b % batch
+    is_causal: bool = False
+    packing: Packing | None = None  # with it B is 1, and there is no mask
+
+
 class Problem(NamedTuple):
     """What a launch depends on besides strides: q's shape (B, T_q, H, D), T_kv keys, flags.
 
@@ -407,10 +418,32 @@ def bwd_call(
     )
 
 
-def _problem(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The fields of `Problem` from the arguments of `bwd_call`."""
-    device, _, _, _, *fields = arguments
-    return Layouts(device, *fields).problem()
+def _layouts(tensors: Sequence[Tensor], q: Tensor, T_kv: int, softmax: Softmax) -> Any:
+    """The fields of `Layouts`. tensors: those whose strides it has."""
+    shape, packing = q.shape, softmax.packing
+    strides = tuple(x.stride() for x in tensors)
+    if packing is not None:
+        cu_seqlens, T_kv = packing
+        shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
+        strides = tuple(each[1:] for each in strides)
+    return (
+        gpu(q.device),
+        q.dtype,
+        shape,
+        T_kv,
+        strides,
+        mask_layout(softmax.mask),
+        softmax.is_causal,
+        packing is not None,
+        softmax.scale,
+        softmax.dropout_p,
+        matmul_precision(),
+    )
+
+
+def _as_bytes(mask: Tensor | None) -> Tensor | None:
+    """A boolean mask as the kernels read it."""
+    return mask.view(torch.uint8) if mask is not None and mask.dtype is torch.bool else mask
 
 
 def empty_lse(q: Tensor, mask: Tensor | None) -> Tensor:
@@ -474,72 +507,36 @@ def padded_rows(lse: Tensor) -> Tensor:
 
 
 def launch_fwd(
-    qkv: Sequence[Tensor],
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    packing: Packing | None = None,
-    packed: Tensor | None = None,
+    qkv: Sequence[Tensor], softmax: Softmax, packed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (B, T, H, D) and lse (`empty_lse`), by our kernel or by the library's.
 
     qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
-    mask: (batch, H, T_q, T_kv), or 1 of any, boolean or additive; sample b has mask b % batch.
-    packing: with it B is 1, and there is no mask.
     """
     q, k, v = qkv
-    device, precision = gpu(q.device), matmul_precision()
-    if packing is not None:
+    seed, mask, packing = softmax.seed, softmax.mask, softmax.packing
+    if not q.numel() or (packing is not None and packing.cu_seqlens.shape[0] < 2):
         out = q.new_empty(q.shape)
-        lse = empty_rows(out, packing)
-        cu_seqlens, T = packing
-        if not out.numel() or cu_seqlens.shape[0] < 2:
-            return out, lse
-        shape = (cu_seqlens.shape[0] - 1, T, *q.shape[2:])
-        strides = (q.stride()[1:], k.stride()[1:], v.stride()[1:])
-        call = fwd_call(
-            device, q.dtype, shape, T, strides, None, False, True, scale, dropout_p, precision
-        )
-        assert call.launch is not None
-        call.launch(
-            out, lse, q, k, v, None, seed, cu_seqlens, *call.sizes, q.shape[1], lse.stride(0)
-        )
-        return out, lse
-    if not q.numel():
-        out = q.new_empty(q.shape)
-        return out, empty_lse(out, mask)
-    layout = None
-    added = mask
-    if mask is not None:
-        layout = mask.dtype, mask.shape, mask.stride()
-        added = mask.view(torch.uint8) if mask.dtype is torch.bool else mask
-    layouts = (
-        device,
-        q.dtype,
-        q.shape,
-        k.shape[1],
-        (q.stride(), k.stride(), v.stride()),
-        layout,
-        is_causal,
-        False,
-        scale,
-        dropout_p,
-        precision,
-    )
-    call = fwd_call(*layouts, of_qkv=packed is not None and packed.is_contiguous())
+        return out, empty_lse(out, mask) if packing is None else empty_rows(out, packing)
+    layouts = _layouts(qkv, q, k.shape[1], softmax)
+    of_qkv = packed is not None and packed.is_contiguous()
+    call = fwd_call(*layouts, own=packing is not None, of_qkv=of_qkv)
     if call.launch is None:
-        if (found := sdpa_forward(qkv, scale, is_causal)) is not None:
+        if (found := sdpa_forward(qkv, softmax.scale, softmax.is_causal)) is not None:
             return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
         call = fwd_call(*layouts, own=True)
-        assert call.launch is not None
+    assert call.launch is not None
     out = q.new_empty(q.shape)
+    if packing is not None:
+        lse = empty_rows(out, packing)
+        sizes = *call.sizes, q.shape[1], lse.stride(0)
+        call.launch(out, lse, q, k, v, None, seed, packing.cu_seqlens, *sizes)
+        return out, lse
     lse = empty_lse(out, mask)
     if call.of_qkv:
         call.launch(out, lse, packed)
     else:
-        call.launch(out, lse, q, k, v, added, seed, None)
+        call.launch(out, lse, q, k, v, _as_bytes(mask), seed, None)
     return out, lse
 
 
@@ -565,13 +562,8 @@ def launch_bwd(
     qkv: Sequence[Tensor],
     out: Tensor,
     lse: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
+    softmax: Softmax,
     dbias: Tensor | None = None,
-    packing: Packing | None = None,
     packed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
@@ -582,39 +574,22 @@ def launch_bwd(
     grads: None: contiguous ones are allocated.
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
-    qkv, mask, packing: as for `launch_fwd`; out and lse as it left them, in any layout.
+    qkv, softmax: as for `launch_fwd`; out and lse as it left them, in any layout.
     packed: dqkv and qkv, whose views they are.
     """
     q, k, v = qkv
     out = aligned(out)  # a hook on saved tensors may have brought back any layout
-    shape, T_kv, cu_seqlens = q.shape, k.shape[1], None
-    strides = tuple(x.stride() for x in (dout, q, k, v))
-    if packing is not None:
-        cu_seqlens, T_kv = packing
-        shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
-        strides = tuple(each[1:] for each in strides)
-    steps = (
-        (shape[2] * shape[3],) * 2 if grads is None else (grads[0].stride(1), grads[1].stride(1))
-    )
-    layouts = (
-        gpu(q.device),
-        dbias is not None,
-        *steps,
-        q.dtype,
-        shape,
-        T_kv,
-        strides,
-        mask_layout(mask),
-        is_causal,
-        packing is not None,
-        scale,
-        dropout_p,
-        matmul_precision(),
-    )
-    of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
-    if any(0 in each for each in strides) and _is_fused_dq(*_problem(layouts)):  # TMA's are not 0
+    scale, seed, packing = softmax.scale, softmax.seed, softmax.packing
+    device, *fields = _layouts((dout, q, k, v), q, k.shape[1], softmax)
+    if any(0 in x.stride() for x in (dout, q, k, v)) and _is_fused_dq(
+        *Layouts(device, *fields).problem()
+    ):  # TMA's strides are not 0
         dout, *qkv = (x.contiguous() for x in (dout, *qkv))
-        return launch_bwd(grads, dout, qkv, out, lse, None, None, scale, 0.0, False, dbias)
+        return launch_bwd(grads, dout, qkv, out, lse, Softmax(scale), dbias)
+    H, D = q.shape[2:]
+    steps = (H * D,) * 2 if grads is None else (grads[0].stride(1), grads[1].stride(1))
+    layouts = device, dbias is not None, *steps, *fields
+    of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if packed is not None and call.of_qkv and call.one_pass is not None:
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
@@ -625,7 +600,9 @@ def launch_bwd(
         call.fused_dq(*grads, dbias, dout, *qkv, out, padded_rows(lse), delta)
         return grads, delta
     if call.one_pass is None and call.dq is None:
-        found = sdpa_backward(dout, qkv, out, lse, scale, is_causal) if dbias is None else None
+        found = (
+            sdpa_backward(dout, qkv, out, lse, scale, softmax.is_causal) if dbias is None else None
+        )
         if found is not None:
             if grads is None:
                 return [x.contiguous() for x in found], None
@@ -636,14 +613,14 @@ def launch_bwd(
     if grads is None:
         grads = [x.new_empty(x.shape) for x in qkv]
     (dq, dk, dv), lse = grads, padded_rows(lse)
-    sizes = () if packing is None else (*call.sizes, q.shape[1], lse.stride(0))
+    sizes, cu_seqlens = (), None
+    if packing is not None:
+        sizes, cu_seqlens = (*call.sizes, q.shape[1], lse.stride(0)), packing.cu_seqlens
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return grads, None
     assert dbias is None and call.dq is not None
-    if mask is not None and mask.dtype is torch.bool:
-        mask = mask.view(torch.uint8)
-    delta = empty_rows(q, packing)
+    mask, delta = _as_bytes(softmax.mask), empty_rows(q, packing)
     call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
     for launch in call.dkdv:
         launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)

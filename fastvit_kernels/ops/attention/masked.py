@@ -15,6 +15,7 @@ from ...runtime.arguments import check_device, check_tensor
 from ...runtime.operator import operator
 from .backward_bias import launch_bias_grad
 from .launch import (
+    Softmax,
     empty_dqkv,
     empty_lse,
     empty_outputs,
@@ -66,7 +67,7 @@ def masked_attention_fwd(
     qkv: Tensor, mask: Tensor, seed: Tensor | None, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (`empty_lse`)."""
-    return launch_fwd(readable(qkv).unbind(2), mask, seed, scale, dropout_p, False)
+    return launch_fwd(readable(qkv).unbind(2), Softmax(scale, dropout_p, seed, mask))
 
 
 def _empty_masked_bwd(qkv: Tensor, mask: Tensor, needs_dmask: bool) -> tuple[Tensor, Tensor]:
@@ -94,10 +95,9 @@ def masked_attention_bwd(
     if qkv.numel() == 0:
         return dqkv, dmask.zero_()
     dout, heads = readable(dout), readable(qkv).unbind(2)
-    _, delta = launch_bwd(
-        dqkv.unbind(2), dout, heads, out, lse, mask, seed, scale, dropout_p, False
-    )
+    softmax = Softmax(scale, dropout_p, seed, mask)
+    _, delta = launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax)
     if needs_dmask:
         assert delta is not None
-        launch_bias_grad(dmask, dout, heads, lse, delta, mask, seed, scale, dropout_p)
+        launch_bias_grad(dmask, dout, heads, lse, delta, mask, softmax)
     return dqkv, dmask

@@ -23,7 +23,7 @@ from ...runtime.operator import REGISTERED, Operator, Route, differentiable, ope
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .functions import attention_bwd, attention_fwd, check_scores, draw_seed, unsupported_scale
-from .launch import bias_partials, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
+from .launch import Softmax, bias_partials, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
 
 
 def qkv_attention_ref(
@@ -60,7 +60,7 @@ def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    return qkv, *launch_fwd(qkv.unbind(2), None, seed, scale, dropout_p, False, packed=qkv)
+    return qkv, *launch_fwd(qkv.unbind(2), Softmax(scale, dropout_p, seed), packed=qkv)
 
 
 def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
@@ -96,20 +96,8 @@ def attention_and_bias_bwd(
     rows, partial = bias_partials(out, seed is not None, of_qkv), None
     if rows:
         partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
-    launch_bwd(
-        dqkv.unbind(2),
-        dout,
-        qkv.unbind(2),
-        out,
-        lse,
-        None,
-        seed,
-        scale,
-        dropout_p,
-        False,
-        partial,
-        packed=(dqkv, qkv),
-    )
+    softmax, heads = Softmax(scale, dropout_p, seed), qkv.unbind(2)
+    launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax, partial, packed=(dqkv, qkv))
     column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
     return dqkv, dbias
 

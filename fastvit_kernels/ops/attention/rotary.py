@@ -27,7 +27,16 @@ from ..common.reduction import column_sum
 from ..common.rotation import Rotation, rotate, rotate_bwd, tables_of
 from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import check_scores, draw_seed, unsupported_scale
-from .launch import Packing, bwd_flops, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
+from .launch import (
+    Packing,
+    Softmax,
+    bwd_flops,
+    empty_dqkv,
+    empty_rows,
+    launch_bwd,
+    launch_fwd,
+    readable,
+)
 from .projected import check_projection, empty_qkv, qkv_projection_bwd
 from .varlen import check_lengths, check_packing, varlen_attention_ref
 
@@ -125,9 +134,9 @@ def rope_attention_fwd(
         norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
         rotation = Rotation(interleaved, prefix_tokens, norm, eps)
         rotate((turned_q, turned_k), q, k, tables_of(cos, sin), rotation, norms)
-    packing = None if cu_seqlens is None else Packing(cu_seqlens.contiguous(), max_seqlen)
-    heads = (turned_q, turned_k, v)
-    return qkv, turned, *launch_fwd(heads, None, seed, scale, dropout_p, False, packing)
+    packing = _packing(cu_seqlens, max_seqlen)
+    softmax = Softmax(scale, dropout_p, seed, packing=packing)
+    return qkv, turned, *launch_fwd((turned_q, turned_k, v), softmax)
 
 
 def _empty_bwd(
@@ -186,19 +195,9 @@ def rope_attention_bwd(
     q, k, v = readable(qkv).unbind(2)
     turned_q, turned_k = readable(turned).unbind(2) if turned.numel() else (q, k)
     dq, dk, dv = dqkv.unbind(2)
-    launch_bwd(
-        (dq, dk, dv),
-        readable(dout),
-        (turned_q, turned_k, v),
-        out,
-        lse,
-        None,
-        seed,
-        scale,
-        dropout_p,
-        False,
-        packing=_packing(cu_seqlens, max_seqlen),
-    )
+    softmax = Softmax(scale, dropout_p, seed, packing=_packing(cu_seqlens, max_seqlen))
+    heads = turned_q, turned_k, v
+    launch_bwd((dq, dk, dv), readable(dout), heads, out, lse, softmax)
     rotate_bwd(
         (dq, dk),
         (dq, dk),

@@ -28,7 +28,7 @@ from ...runtime.operator import Route, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, unsupported_scale
-from .launch import empty_lse, launch_bwd, launch_fwd, readable
+from .launch import Softmax, empty_lse, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
 
@@ -61,7 +61,7 @@ def sdpa_fwd(
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
     q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    out, lse = launch_fwd(heads, mask, seed, scale, dropout_p, is_causal)
+    out, lse = launch_fwd(heads, Softmax(scale, dropout_p, seed, mask, is_causal))
     return out.transpose(1, 2), lse
 
 
@@ -91,21 +91,11 @@ def _gradients(
     """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
     if out.numel():
         dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        grads, delta = launch_bwd(
-            None,
-            dout,
-            heads,
-            out.transpose(1, 2),
-            lse,
-            mask,
-            seed,
-            scale,
-            dropout_p,
-            is_causal,
-        )
+        softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
+        grads, delta = launch_bwd(None, dout, heads, out.transpose(1, 2), lse, softmax)
         if dmask is not None:
             assert mask is not None and delta is not None
-            launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, seed, scale, dropout_p)
+            launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, softmax)
     else:
         grads = [_tokens_first(x).zero_() for x in (q, k, v)]  # keys without a query, perhaps
         if dmask is not None:

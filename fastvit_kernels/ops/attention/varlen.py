@@ -30,7 +30,7 @@ from ...runtime.compat import FakeTensor
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import differentiable, operator
 from .functions import AttentionSpec, attention_ref, check_scores, draw_seed, unsupported_scale
-from .launch import Packing, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
+from .launch import Packing, Softmax, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
 
 MAX_TOTAL = 2**31 - 1  # cu_seqlens counts tokens in 32 bits
 
@@ -126,7 +126,7 @@ def varlen_attention_fwd(
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
     packing = Packing(cu_seqlens.contiguous(), max_seqlen)
     heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
-    out, lse = launch_fwd(heads, None, seed, scale, dropout_p, False, packing)
+    out, lse = launch_fwd(heads, Softmax(scale, dropout_p, seed, packing=packing))
     return out.squeeze_(0), lse  # no view of another tensor
 
 
@@ -152,19 +152,8 @@ def varlen_attention_bwd(
     if out.numel() and len(cu_seqlens) > 1:
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
         dout, heads = (readable(x, token_axis=0).unsqueeze(0) for x in (dout, qkv))
-        launch_bwd(
-            dqkv.unsqueeze(0).unbind(2),
-            dout,
-            heads.unbind(2),
-            out.unsqueeze(0),
-            lse,
-            None,
-            seed,
-            scale,
-            dropout_p,
-            False,
-            packing=packing,
-        )
+        softmax, grads = Softmax(scale, dropout_p, seed, packing=packing), dqkv.unsqueeze(0)
+        launch_bwd(grads.unbind(2), dout, heads.unbind(2), out.unsqueeze(0), lse, softmax)
     return dqkv
 
 
