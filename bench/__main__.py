@@ -1,4 +1,4 @@
-"""`python -m bench`: measure ops and whole models side by side, draw, compare.
+"""`python -m bench`: measure ops and whole models side by side, draw.
 
     python -m bench quick --out DIR                     one GPU, ten minutes: right, fast, tuned
     python -m bench targets --out DIR                   the rows of the goals
@@ -9,11 +9,10 @@
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
     python -m bench host                                what each op costs the host, without a GPU
     python -m bench plot DIR                            redraw from DIR/results.csv
-    python -m bench compare A B                         ratios, regressions first
     python -m bench docs                                docs/benchmarks.md from bench/results
 
-The exit status is 1 where a provider breaks the 2x rule, one of ours fails, or, in compare, a row
-has become slower; 2 for a mistake in the command, 130 for an interrupt.
+The exit status is 1 where a provider breaks the 2x rule, or one of ours fails; 2 for a mistake in
+the command, 130 for an interrupt.
 """
 
 from __future__ import annotations
@@ -50,15 +49,6 @@ def build_parser() -> argparse.ArgumentParser:
         _add_measuring(add(name, help=says), name)
     options.add(add("host", help="microseconds of the host a call of each op"), "--device")
     add("plot", help="redraw everything from a CSV").add_argument("folder", type=Path)
-    comparing = add("compare", help="ratios of two results, regressions first")
-    for side in "ab":
-        comparing.add_argument(side, type=Path)
-    comparing.add_argument(
-        "--threshold",
-        type=options.within(float, 0, options.MOST),
-        default=report.THRESHOLD,
-        help=f"slower by more than this share is a regression (default {report.THRESHOLD})",
-    )
     add("docs", help="generate docs/benchmarks.md from bench/results")
     return parser
 
@@ -110,9 +100,6 @@ def _run(arguments: argparse.Namespace, machine: Machine | None, started: float 
     console, command = make_console(), arguments.command
     if command == "plot":
         return report.run_plot(read_rows(arguments.folder), arguments.folder, console)
-    if command == "compare":
-        a, b = read_rows(arguments.a), read_rows(arguments.b)
-        return report.run_compare(a, b, arguments.threshold, console)
     if command == "docs":
         return report.write_docs()
     if command == "host":

@@ -1,7 +1,7 @@
-"""Words, tables and pictures from rows: what ends a run, summary.md, the pages, two runs compared.
+"""Words, tables and pictures from rows: what ends a run, summary.md, the pages.
 
 Pictures are drawn from the CSV alone, none without rows: attention.png ours over the best SDPA,
-ops.png and vit.png speed over eager.
+vit.png speed over eager.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import plan
 from bench.ops import BASELINE, OPS, SEARCH
@@ -39,8 +39,6 @@ COMMITTED = ROOT / "bench" / "results"
 GIB = 1024.0  # MiB
 MOST_LINES = 30  # of the table that ends a run
 MOST_CASES = 8  # of a panel of bars, so that their names have room
-BASE_C = 768  # pictures of ops are of this width
-THRESHOLD = 0.05
 
 # --- tables
 
@@ -121,67 +119,6 @@ def finish(results: Results, said: Sequence[str], console: Any, command: str) ->
     if lines := case_lines(rows)[:MOST_LINES]:
         print(aligned([HEADER, *lines]))
     console.print(f"{conditions(rows)}\n{folder}: {len(rows)} rows", soft_wrap=True)
-
-
-# --- two runs
-
-
-class Ratio(NamedTuple):
-    """B's time over A's, like with like: above 1 is slower. low and high: from p20 and p80."""
-
-    key: tuple[str, ...]
-    times: tuple[float, float]
-    ratio: float
-    low: float
-    high: float
-
-    def is_regression(self, threshold: float) -> bool:
-        """Slower by more than the threshold, and not within the spread of the two."""
-        return self.ratio > 1 + threshold and self.low > 1
-
-
-def ratios(a: Sequence[Row], b: Sequence[Row]) -> list[Ratio]:
-    """Of the rows measured in both, the slowest first."""
-    former = {r.key: r for r in a if r.status == OK}
-    found = []
-    for old, new in ((former[r.key], r) for r in b if r.status == OK and r.key in former):
-        if (times := old.like_times(new)) is None:
-            continue
-        graphs = old.graph_ms is not None and new.graph_ms is not None
-        (a20, a80), (b20, b80) = (
-            (r.graph_ms_p20, r.graph_ms_p80) if graphs else (r.ms_p20, r.ms_p80) for r in (old, new)
-        )
-        low = (b20 or times[1]) / (a80 or times[0])
-        high = (b80 or times[1]) / (a20 or times[0])
-        found.append(Ratio(new.key, times, times[1] / times[0], low, high))
-    return sorted(found, key=lambda r: -r.ratio)
-
-
-def run_compare(a: Sequence[Row], b: Sequence[Row], threshold: float, console: Any) -> int:
-    """The ratio of every row that both have, regressions first; 1 if something is slower."""
-    found = ratios(a, b)
-    lines = [
-        (
-            " ".join(r.key),
-            *(f"{ms:.4g}" for ms in r.times),
-            f"{r.ratio:.3f}",
-            f"{r.low:.3f} to {r.high:.3f}",
-            "slower" if r.is_regression(threshold) else "",
-        )
-        for r in found
-    ]
-    console.print(f"A: {conditions(a)}\nB: {conditions(b)}", soft_wrap=True)
-    header = ("row", "A, ms", "B, ms", "B / A", "spread", "")
-    print(aligned([header, *lines]))
-    lost = [r for r in b if r.status != OK and r.key in {r.key for r in a if r.status == OK}]
-    for row in lost:
-        console.print(row.describe(), markup=False, soft_wrap=True)
-    slower = sum(r.is_regression(threshold) for r in found)
-    console.print(
-        f"{len(found)} rows in both; {slower} slower by more than {100 * threshold:.0f}%; "
-        f"{len(lost)} that were measured in A and failed in B"
-    )
-    return 1 if slower or lost else 0
 
 
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
@@ -397,27 +334,6 @@ def _bars(axes: Any, bars: Sequence[Bar], label: str, title: str, form: str) -> 
     axes.legend(fontsize=8, loc="upper center", ncols=5)
 
 
-def _op_cases(rows: Sequence[Row]) -> list[Row]:
-    """Of each op its first case of width 768: eager, compiled, the best peer and the best of ours,
-    forward and backward; both together where neither stands alone."""
-    found: list[Row] = []
-    for op in OPS:
-        own = [r for r in _measured(rows) if r.op == op and f"-C{BASE_C}-" in f"{r.shape}-"]
-        first = next((r for r in own if r.dtype in ("bf16", "amp")), None)
-        if first is None:
-            continue
-        cases = by_case(r for r in own if (r.shape, r.dtype) == (first.shape, first.dtype))
-        modes = {key[-1]: case for key, case in cases.items()}
-        for mode in [m for m in ("fwd", "bwd") if m in modes] or ["both"]:
-            named = [r for r in modes[mode] if r.provider in (BASELINE, "compile", SEARCH)]
-            found += named
-            for name, ours in (("best peer", False), ("ours", True)):
-                side = [r for r in modes[mode] if r.is_ours == ours and r not in named]
-                best = least(r for r in side if r.status == OK) or least(side)
-                found += [] if best is None else [replace(best, provider=name)]
-    return found
-
-
 def _panels(path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel]) -> Path | None:
     """Grouped bars below each other, of those panels that have any."""
     shown = [panel for panel in panels if panel[0]]
@@ -427,19 +343,6 @@ def _panels(path: Path, title: str, rows: Sequence[Row], panels: Iterable[Panel]
     for (axes,), panel in zip(figure.subplots(len(shown), 1, squeeze=False), shown, strict=True):
         _bars(axes, *panel)
     return _save(figure, path)
-
-
-def draw_ops(rows: Sequence[Row], path: Path) -> Path | None:
-    shown = _op_cases(rows)
-    bars = _speeds(shown, lambda r: f"{r.op}\n{r.mode}")
-    names = list(dict.fromkeys(name for name, *_ in bars))
-    title = "more is better" + ("; hatched: FAILED" if any(bar[3] for bar in bars) else "")
-    parts = [names[i : i + MOST_CASES] for i in range(0, len(names), MOST_CASES)]
-    panels = [
-        ([bar for bar in bars if bar[0] in part], "eager's time / this one's", title, "%.2f")
-        for part in parts
-    ]
-    return _panels(path, "Ops, C = 768: speed over eager", shown, panels)
 
 
 def _most_compared(rows: Iterable[Row]) -> list[Row]:
@@ -476,7 +379,6 @@ def draw_vit(rows: Sequence[Row], path: Path) -> Path | None:
 PICTURES = {
     "attention": draw_attention,
     "vit": draw_vit,
-    "ops": draw_ops,
 }
 
 

@@ -12,7 +12,7 @@ from bench import measure, models, plan, report
 from bench.__main__ import main
 from bench.models import WAYS, Case
 from bench.ops import OPS
-from bench.rows import ERROR, FAILED, Results, Row, as_csv
+from bench.rows import ERROR, FAILED, Row, as_csv
 
 
 def synthetic(factor: float = 1.0) -> list[Row]:
@@ -53,17 +53,17 @@ def synthetic(factor: float = 1.0) -> list[Row]:
 def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
     (tmp_path / "results.csv").write_text(as_csv(synthetic()))
     assert main(["plot", str(tmp_path)]) == 0
-    names = {"attention.png", "ops.png", "vit.png"}
+    names = {"attention.png", "vit.png"}
     assert {p.name for p in tmp_path.glob("*.png")} == names
     assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 4
     summary = (tmp_path / "summary.md").read_text()
     assert "NO SUCH H200" in summary
     assert "drawn" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("name", ["ops.png", "page.md", "README.md"])
+@pytest.mark.parametrize("name", ["vit.png", "page.md", "README.md"])
 def test_a_full_disk_leaves_what_was_there(name, tmp_path):
     figure, old = pytest.importorskip("matplotlib.figure").Figure(), report.README.read_text()
     path = tmp_path / name
@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_what_was_there(name, tmp_path):
     (tmp_path / "README.md").write_text(old)
 
     def write():
-        report._save(figure, tmp_path / "ops.png")
+        report._save(figure, tmp_path / "vit.png")
         report.write_docs(tmp_path / "page.md", front=tmp_path / "README.md")
 
     with pytest.raises(OSError, match=f"{name} cannot be written: No space left"):
@@ -92,27 +92,6 @@ def test_failed_competitors_are_drawn_hollow(tmp_path):
     assert not report._measured([replace(row, status=ERROR)])
 
 
-def test_bars_of_ops_have_the_best_of_each_side(drawn, tmp_path):
-    shape = "ViT-B-B128-T197-C768-H12"
-    row = Row("mlp", "eager", shape, "bf16", "fwd", ms=6.0)
-    rows = [
-        row,
-        replace(row, provider="ours", ms=3.0),
-        replace(row, provider="ours-stored", ms=2.0),
-        replace(row, provider="ours-triton", ms=1.0, status=FAILED),
-        replace(row, provider="liger_kernel", ms=4.0),
-        replace(row, provider="quack", ms=5.0),
-        replace(row, provider="compile", ms=3.0),
-        replace(row, mode="both", ms=9.0),
-        replace(row, shape=shape.replace("197", "577")),
-        replace(row, dtype="fp32"),
-    ]
-    report.draw_ops(rows, tmp_path)
-    (axes,) = drawn[0].axes
-    bars = {c.get_label(): [bar.get_height() for bar in c] for c in axes.containers}
-    assert bars == {"eager": [1.0], "compile": [2.0], "best peer": [1.5], "ours": [3.0]}
-
-
 def test_bars_are_of_the_models_that_most_have_measured():
     step = Row("vit", "eager", "", "amp", "train", ms=1.0)
     rows = [replace(step, shape=f"{i}") for i in range(report.MOST_CASES + 2)]
@@ -123,57 +102,6 @@ def test_bars_are_of_the_models_that_most_have_measured():
 
 def test_no_rows_no_pictures(tmp_path):
     assert report.draw_all([], tmp_path) == []
-
-
-def test_compare_puts_regressions_first(tmp_path, capsys):
-    a = [r for r in synthetic() if r.op == "mlp"][:4]
-    b = [replace(r, ms=2 * r.ms, ms_p20=1.9 * r.ms, ms_p80=2.1 * r.ms) for r in a[:1]]
-    b += [replace(r, ms=0.9 * r.ms) for r in a[1:]]
-    found = report.ratios(a, list(reversed(b)))
-    assert found[0].ratio == 2.0 and found[0].is_regression(0.05)
-    assert found[0].low == pytest.approx(1.9 / 1.02)
-    noisy = replace(a[0], ms=1.1 * a[0].ms, ms_p20=0.9 * a[0].ms)
-    assert not report.ratios(a[:1], [noisy])[0].is_regression(0.05)
-    for name, rows in (("a", a), ("b", b)):
-        results = Results(tmp_path / name, False)
-        for row in rows:
-            results.append(row)
-        results.close()
-    words = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(words) == 1
-    assert main([*words, "--threshold", "1.5"]) == 0
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
-    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "none")]) == 2
-    assert "slower" in capsys.readouterr().out
-
-
-def test_compare_is_of_graphs_if_both_have_them():
-    """Times with the host's share would hide a kernel that has become slower."""
-    a = Row("mlp", "ours", "a", "bf16", "fwd", ms=1.0, graph_ms=0.2, graph_ms_p80=0.25)
-    b = replace(a, graph_ms=0.4, graph_ms_p20=0.3)
-    (found,) = report.ratios([a], [b])
-    assert found.times == (0.2, 0.4) and found.ratio == 2.0 and found.is_regression(0.05)
-    assert found.low == pytest.approx(0.3 / 0.25)
-    (found,) = report.ratios([a], [replace(b, graph_ms=None)])
-    assert found.ratio == found.low == 1.0 and not found.is_regression(0.05)
-
-
-def test_compare_names_what_was_measured_and_now_fails(tmp_path, capsys):
-    row = Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
-    for name, last in (("a", row), ("b", replace(row, status=ERROR, note="no kernel", ms=None))):
-        results = Results(tmp_path / name, False)
-        results.append(replace(row, provider="eager"))
-        results.append(last)
-        results.close()
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    assert main(["compare", a, b]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("A: ") and "\nB: " in out and "B / A" in out and "1.000" in out
-    assert "mlp a bf16 both: ours: error no kernel" in out
-    assert (
-        "1 rows in both; 0 slower by more than 5%; 1 that were measured in A and failed in B" in out
-    )
-    assert main(["compare", b, a]) == 0
 
 
 # --- words
