@@ -95,7 +95,8 @@ def _strides(strides: Sequence[int]) -> kernels.ImageStrides:
 
 def _patch(channels: int, patch: Sequence[int], strides: Sequence[int]) -> kernels.Patch:
     *t, h, w = patch
-    return kernels.Patch(channels, t[0] if t else None, h, w, _alignment(strides, w))
+    pixels = channels * math.prod(patch)
+    return kernels.Patch(t[0] if t else None, h, w, pixels, _alignment(strides, w))
 
 
 def _alignment(strides: Sequence[int], patch_w: int) -> int:

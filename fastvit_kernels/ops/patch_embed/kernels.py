@@ -89,15 +89,11 @@ KEPT_TILE = dict(BLOCK_B=32, BLOCK_C=128, num_warps=4)
 class Patch(NamedTuple):
     """Constants of a patch."""
 
-    CHANNELS: Any
     FRAMES: Any  # None: an image has none
     HEIGHT: Any
     WIDTH: Any
+    PIXELS: Any  # of all channels
     ALIGN: Any  # a power of two that divides the offset of every run of pixels
-
-    @property
-    def AREA(self) -> int:
-        return (self.FRAMES or 1) * self.HEIGHT * self.WIDTH
 
 
 class GemmTile(NamedTuple):
@@ -236,7 +232,7 @@ def _patch_embed_fwd_kernel(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     images = Images(strides, grid_h, grid_w)
-    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
+    K: tl.constexpr = PATCH.PIXELS
     pid = tl.program_id(0).to(tl.int64)
     blocks_n = tl.cdiv(C, BLOCK_N)
     row = pid // blocks_n * BLOCK_M
@@ -322,7 +318,7 @@ def _patch_embed_bwd_weight_kernel(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     images = Images(strides, grid_h, grid_w)
-    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
+    K: tl.constexpr = PATCH.PIXELS
     blocks_k = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     split = tl.program_id(1).to(tl.int64)
@@ -394,7 +390,7 @@ def _patch_embed_bwd_images_kernel(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     dimages = Images(strides, grid_h, grid_w)
-    K: tl.constexpr = PATCH.CHANNELS * PATCH.AREA
+    K: tl.constexpr = PATCH.PIXELS
     pid = tl.program_id(0).to(tl.int64)
     blocks_k = tl.cdiv(K, BLOCK_K)
     row = pid // blocks_k * BLOCK_M
