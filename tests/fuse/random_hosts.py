@@ -1,13 +1,18 @@
-"""python -m tests.fuse.random_hosts --seed S --count N: random ViTs, each as its host.
+"""python -m tests.fuse.random_hosts --seed S --count N [--library]: random ViTs, each as its host.
 
 A model is drawn from the spellings of its parts: patches, blocks of attention and MLP with norms,
 scales and drops, a head; some parts are changed as a stranger would (see `changes`). Dtype, mode,
 frozen parts, autocast and the batch of a second call are drawn, too.
+
+With --library they are blocks of timm and transformers, their settings drawn from the signatures
+of their own constructors.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -270,13 +275,105 @@ def random_host(seed: int, number: int) -> Host:
     return Host(name + ", ".join(drawn.names), drawn, lambda: (seeded(2, 3, 8, 12),), **how)
 
 
+# Blocks of libraries --------------------------------------------------------------------------
+
+# module and class -> what must be given; a configuration's class makes the second kind
+TIMM = {
+    "timm.models.vision_transformer Block": dict(dim=C, num_heads=H),
+    "timm.models.vision_transformer ResPostBlock": dict(dim=C, num_heads=H),
+    "timm.models.vision_transformer ParallelScalingBlock": dict(dim=C, num_heads=H),
+    "timm.models.vision_transformer ParallelThingsBlock": dict(dim=C, num_heads=H),
+    "timm.models.eva EvaBlock": dict(dim=C, num_heads=H),
+    "timm.models.eva EvaBlockPostNorm": dict(dim=C, num_heads=H),
+    "timm.models.beit Block": dict(dim=C, num_heads=H, init_values=0.1),
+    "timm.models.cait LayerScaleBlock": dict(dim=C, num_heads=H),
+    "timm.layers Attention": dict(dim=C, num_heads=H),
+    "timm.layers AttentionPoolLatent": dict(in_features=C, num_heads=H),
+    "timm.layers Mlp": dict(in_features=C, hidden_features=64),
+    "timm.layers GluMlp": dict(in_features=C, hidden_features=64, out_features=C),
+    "timm.layers SwiGLU": dict(in_features=C, hidden_features=64),
+}
+TRANSFORMERS = {
+    "ViT": "vit.modeling_vit ViTLayer",
+    "DeiT": "deit.modeling_deit DeiTLayer",
+    "Dinov2": "dinov2.modeling_dinov2 Dinov2Layer",
+    "Beit": "beit.modeling_beit BeitLayer",
+    "IJepa": "ijepa.modeling_ijepa IJepaLayer",
+    "ViTMSN": "vit_msn.modeling_vit_msn ViTMSNLayer",
+    "SiglipVision": "siglip.modeling_siglip SiglipEncoderLayer",
+    "Aimv2Vision": "aimv2.modeling_aimv2 Aimv2EncoderLayer",
+    "Yolos": "yolos.modeling_yolos YolosLayer",
+}
+RANGES: dict[str, tuple[Any, ...]] = {
+    "mlp_ratio": (1.0, 2.0, 4.0),
+    "init_values": (None, 0.1, 1.0),
+    "drop_path": (0.0, 0.3),
+    "proj_drop": (0.0, 0.2),
+    "drop": (0.0, 0.2),
+    "act_layer": (torch.nn.GELU, torch.nn.SiLU, torch.nn.ReLU, torch.nn.Tanh),
+    "pool_type": ("token", "avg"),
+    "latent_len": (1, 3),
+    "hidden_act": ("gelu", "silu", "quick_gelu", "gelu_new", "relu", "tanh"),
+    "layer_norm_eps": (1e-6, 1e-3),
+    "layerscale_value": (0.1, 1.0),
+    "drop_path_rate": (0.0, 0.3),
+    "hidden_dropout_prob": (0.0, 0.2),
+    "layer_scale_init_value": (0.0, 0.1),
+    "_attn_implementation": ("eager", "sdpa"),
+}
+NOT_DRAWN = ("device", "dtype", "gradient_checkpointing", "return_dict", "use_cache")
+
+
+def settings_of(rng: random.Random, make: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Half of what a constructor's signature lets one choose, chosen."""
+    found = dict(given)
+    for name, p in inspect.signature(make).parameters.items():
+        known = RANGES.get(name, (False, True) if isinstance(p.default, bool) else ())
+        if known and name not in (*found, *NOT_DRAWN) and rng.random() < 0.5:
+            found[name] = rng.choice(known)
+    return found
+
+
+def library_block(rng: random.Random) -> tuple[str, Callable[[], Any]]:
+    """A block's name with its settings, and what builds it; one that its library accepts."""
+    name = rng.choice([*TIMM, *TRANSFORMERS])
+    if name in TIMM:
+        module, kind = name.split()
+        make = getattr(importlib.import_module(module), kind)
+        settings = settings_of(rng, make, TIMM[name])
+        return f"{name} {settings}", lambda: make(**settings)
+    module, kind = TRANSFORMERS[name].split()
+    make = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
+    config = importlib.import_module("transformers")
+    configure = getattr(config, f"{name}Config")
+    sizes = dict(hidden_size=C, num_attention_heads=H, intermediate_size=64)
+    how = rng.choice(RANGES["_attn_implementation"])
+    settings = settings_of(rng, configure, sizes)
+    return f"{kind} {how} {settings}", lambda: make(configure(**settings, attn_implementation=how))
+
+
+def library_host(seed: int, number: int) -> Host:
+    rng = random.Random(f"library {seed} {number}")
+    while True:
+        name, build = library_block(rng)
+        how = dict(train=rng.random() < 0.7, prepare=frozen(rng))
+        host = Host(f"library {seed}.{number}: {name}", lambda: None, module=build, **how)  # type: ignore[arg-type]
+        try:
+            host.build()(*(x.to(host.dtype) for x in host.inputs()))
+        except Exception:  # settings that do not go together
+            continue
+        return host
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--library", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    return min(1, run_all(random_host(given.seed, i) for i in range(given.count)))
+    draw = library_host if given.library else random_host
+    return min(1, run_all(draw(given.seed, i) for i in range(given.count)))
 
 
 if __name__ == "__main__":

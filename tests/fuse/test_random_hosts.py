@@ -1,15 +1,23 @@
-"""Forty random ViTs; `python -m tests.fuse.random_hosts` draws as many as you like."""
+"""Random ViTs and blocks of libraries; `python -m tests.fuse.random_hosts` draws more."""
 
 import pytest
 
 from tests.fuse.hosts import check
-from tests.fuse.random_hosts import random_host
+from tests.fuse.random_hosts import library_host, random_host
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("number", range(40))
 def test_a_random_vit_is_the_host(number):
     check(random_host(0, number))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", range(16))
+def test_a_librarys_block_of_random_settings_is_the_host(number):
+    pytest.importorskip("timm")
+    pytest.importorskip("transformers")
+    check(library_host(0, number))
 
 
 def test_a_seed_draws_the_same_again():
