@@ -81,11 +81,6 @@ REPLICATE = "_replicate_for_data_parallel"  # of nn.Module: what nn.DataParallel
 IN_ONNX_EXPORT = "_in_onnx_export"  # of `onnx_state`
 
 
-def set_attention(config: Any, name: str) -> None:
-    """Another attention function, behind the back of transformers' model."""
-    config._attn_implementation = name
-
-
 def set_deterministic(is_on: bool) -> None:
     """torch.use_deterministic_algorithms(is_on), past the import of inductor, 2 s, for its setting.
 
