@@ -127,8 +127,13 @@ def measure(device: torch.device) -> pd.DataFrame:
     """Medians by op: forward and backward of ours and of PyTorch's, in turns, and our frames."""
     way, rows, threads = way_of(device), [], torch.get_num_threads()
     torch.set_num_threads(1)
-    for name, op in OPS.items():
-        case = case_of(op, device)
+    x = torch.zeros(SIZES.T, SIZES.C, device=device, requires_grad=True)
+    # What `torch.autograd.backward` takes by itself, which a step of a model calls once.
+    view = Case({"x": x}, lambda x: x.view_as(x), lambda x: x.view_as(x), torch.ones_like(x))
+    for name, case in {
+        "a view": view,
+        **{name: case_of(op, device) for name, op in OPS.items()},
+    }.items():
 
         def timed(run: Callable[[Any], Any], function: Any, context: Any) -> float:
             with context():

@@ -16,7 +16,8 @@ from bench_stand_ins import (
     stub_task,
 )
 
-from bench import measure, ops, plan, run
+import fastvit_kernels as fk
+from bench import host, measure, ops, plan, run
 from bench.__main__ import build_parser, main
 from bench.models import Case
 from bench.ops import OPS
@@ -24,6 +25,7 @@ from bench.plan import Wanted, tasks
 from bench.rows import ERROR, OK, Results, Row, read_rows
 from bench.run import Machine
 from fastvit_kernels.measure.timer import DeviceLost
+from fastvit_kernels.runtime.backend import INTERPRETED
 
 
 def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
@@ -367,3 +369,16 @@ def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
     machine = Machine(CPU, FakeTimer)
     assert main([], machine) == main(["--mode", "fwd"], machine) == 0
     assert seen == ["all", "all"]
+
+
+def test_host_counts_the_frames_of_ours_that_stand_above_each_other():
+    with fk.backend("torch"):
+        case = host.case_of(host.OPS["layer_norm"], CPU)
+        assert host.frames(lambda: case.forward(case.ours)) >= 2
+    assert host.frames(lambda: sum(range(3))) == 0
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter in place of the launches")
+def test_host_says_why_it_cannot_run(capsys):
+    assert main(["host", "--device", "cpu"]) == 2
+    assert "TRITON_INTERPRET" in capsys.readouterr().err
