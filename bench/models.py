@@ -143,7 +143,8 @@ def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
             num_classes=NUM_CLASSES,
             drop_path_rate=case.drop_path,
         )
-        for block in list[Any](model.blocks) if case.uniform else ():
+        blocks: Any = model.blocks
+        for block in blocks if case.uniform else ():
             block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
         return model
     if case.host == "torchvision":
