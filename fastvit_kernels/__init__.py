@@ -87,10 +87,14 @@ if not TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import difflib
+
+        near = difflib.get_close_matches(name, _HOME_OF, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     found = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
     return globals().setdefault(name, found)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted(_HOME_OF)

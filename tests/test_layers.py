@@ -115,12 +115,14 @@ def test_type_checkers_see_the_names_that_there_are():
     )
     seen = {alias.asname: node.module for node in block.body for alias in node.names}
     assert seen == fastvit_kernels._HOME_OF
-    assert set(dir(fastvit_kernels)) >= seen.keys() == set(fastvit_kernels.__all__)
+    assert dir(fastvit_kernels) == sorted(seen) == sorted(fastvit_kernels.__all__)
     for name, home in seen.items():
         module = importlib.import_module(f"fastvit_kernels.{home}")
         assert getattr(fastvit_kernels, name) is getattr(module, name)
     with pytest.raises(AttributeError, match="'fastvit_kernels' has no attribute 'mpl'"):
         fastvit_kernels.mpl  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'swapin'; did you mean 'swap_in'"):
+        fastvit_kernels.swapin  # noqa: B018
 
 
 @pytest.mark.parametrize("place", ["torch.device('meta')", "torch.inference_mode()", "FakeMode()"])
