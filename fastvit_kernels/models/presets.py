@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
+from .config import ViTConfig
 from .vit import VisionTransformer
 
 Arguments = dict[str, Any]
+Overrides = ParamSpec("Overrides")
+Build = Callable[Concatenate[str, Overrides], VisionTransformer]
 
 # embed_dim, depth, num_heads: arXiv:2010.11929 (base and up), arXiv:2012.12877 (tiny, small)
 _SIZES = {
@@ -88,6 +91,14 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
+def _typed_by(
+    config: Callable[Overrides, Any],
+) -> Callable[[Callable[..., VisionTransformer]], Build[Overrides]]:
+    """Type checkers see the arguments of `config` after the name; at run time nothing changes."""
+    return lambda function: function
+
+
+@_typed_by(ViTConfig)
 def create_vit(name: str, **overrides: Any) -> VisionTransformer:
     """Build a model by name, with random weights.
 
