@@ -15,7 +15,7 @@ from tests.machine.__main__ import build_parser as machine_parser
 from tests.model_coverage.sweep import TABLE, build_parser as sweep_parser, read_table
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*/*.md")])
 FOLDERS = ("fastvit_kernels", "tests", "bench", "docs", ".ci")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
