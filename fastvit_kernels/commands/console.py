@@ -41,14 +41,14 @@ def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
         raise CommandError(f"{what}: {reason}") from error
 
 
-def require(module: str, package: str, install: str = "fastvit-kernels[train]") -> ModuleType:
+def require(module: str, package: str, install: str = '-e ".[train]"') -> ModuleType:
     """Import `module`, or say how to install what it belongs to."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
-        raise CommandError(f'this command needs {package}: pip install "{install}"') from error
+        raise CommandError(f"this command needs {package}: pip install {install}") from error
 
 
 def make_console(quiet: bool = False) -> Console:

@@ -137,7 +137,7 @@ def test_unknown_command_is_a_users_mistake(capsys):
 def test_a_missing_package_names_the_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["train", "--out", str(tmp_path / "run")]) == 2
-    assert 'pip install "fastvit-kernels[train]"' in capsys.readouterr().err
+    assert 'pip install -e ".[train]"' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
