@@ -1,77 +1,214 @@
-"""The model of a kernel's time, and what ranks by it, in numbers that follow from its words."""
+"""The model of a kernel's time, and the readers of SASS and PTX under it: on small recorded pieces,
+and against what is published and measured."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from fastvit_kernels.runtime.backend import Gpu
-from fastvit_kernels.runtime.configs import TABLES, Choice, ConfigTable
-from tests.machine import faults, loop_model, sass
-from tests.machine.aot import TARGETS
+from tests.machine import faults, ptx, sass, scalar
 from tests.machine.loop_model import (
     BARRIER,
     LATENCY,
     LAUNCH,
-    LIBRARY_START,
     ROOFS,
     START,
     WAIT,
     Region,
     Work,
-    bound,
     hot_loop,
     launch_time,
-    product_cycles,
     regions,
     unit_cycles,
     work,
 )
 from tests.machine.ptx import Ptx
-from tests.machine.test_machine_code import PTX, SASS
-from tests.machine.useful import USEFUL, useful_products
 
-A100, H200 = ROOFS["sm_80"], ROOFS["sm_90"]
+H200 = ROOFS["sm_90"]
+
+# Two nested loops, a padding loop behind the end, and what a warp does in the inner one.
+SASS = """
+.text.kernel:
+        /*0000*/                   S2R R0, SR_CTAID.X ;
+.L_x_1:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+.L_x_0:
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0 ;
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, R56, gdesc[UR12].tnspB, R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/                   FFMA.FTZ R5, R4, R4, R5 ;
+        /*0080*/                   LDSM.16.M88.4 R8, [R3] ;
+        /*0090*/                   STS.128 [R3], R8 ;
+        /*00a0*/              @!P1 LDGSTS.E.BYPASS.128 [R3], desc[UR24][R6.64] ;
+        /*00b0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00c0*/               @P0 BRA `(.L_x_0) ;
+        /*00d0*/              @!P2 BRA `(.L_x_1) ;
+        /*00e0*/                   EXIT ;
+.L_x_7:
+        /*00f0*/                   BRA `(.L_x_7);
+        /*0100*/                   NOP;
+.L_x_8:
+"""
 
 
-def test_a_tensor_core_takes_its_rate():
-    assert product_cycles([("HMMA", 16, 8, 16, 3)], A100) == 3 * 16 * 8 * 16 / 256
-    # 64 rows are four warps': a sub-core has a quarter of them
-    assert product_cycles([("HGMMA", 64, 64, 16, 2)], H200) == 2 * 64 * 64 * 16 / 4 / 512
-    tf32 = product_cycles([("HGMMA", 64, 64, 8, 2)], H200)  # half of K at the same cost
-    assert tf32 == product_cycles([("HGMMA", 64, 64, 16, 2)], H200)
-    assert product_cycles([("HGMMA", 64, 64, 16, 2)], A100) == 0  # it has none
+def test_sass_loops():
+    code = sass.instructions(SASS)
+    assert len(code) == 17 and code[10].guard == "@!P1"
+    outer, inner = sass.loops(code)
+    assert (outer.first, outer.last) == (0x10, 0xD0) and (inner.first, inner.last) == (0x20, 0xC0)
+    assert [one.kind for one in outer.own] == ["IADD3", "BRA"]
+    assert hot_loop([outer, inner]) is inner and hot_loop([]) is None
 
 
-COUNTS = sass.Counts(
-    instructions=50,
-    products=(("HMMA", 16, 8, 16, 2),),
-    special=3,
-    fp32=10,
-    integer=7,
-    shared_bytes=512,
-    async_bytes=256,
-    barriers=1,
-    waits=0,
-    operand_bytes=128,
+# A wait stands behind the kernel's end: it jumps back into the loop, and is not another one.
+WAITS = """
+        /*0000*/                   S2R R0, SR_CTAID.X ;
+.L_x_0:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
+        /*0020*/              @!P3 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   FADD R4, R4, R4 ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+.L_x_2:
+        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
+        /*0070*/              @!P3 BRA `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize("branch", ["@!P3 BRA", "@!UP3 BRA", "BRA UP3,"])
+def test_a_branch_under_a_predicate_may_fall_through(branch):
+    """Whether it stands before the instruction or, a uniform one, among its operands."""
+    text = WAITS.replace("@!P3 BRA", branch)
+    outer, spin = sass.loops(sass.instructions(text))
+    assert (outer.first, spin.first) == (0x10, 0x60)
+
+
+def test_sass_counts():
+    _, inner = sass.loops(sass.instructions(SASS))
+    counts = sass.count(inner.own)
+    assert counts.products == (("HGMMA", 64, 32, 16, 1), ("HGMMA", 64, 64, 16, 1))
+    assert (counts.instructions, counts.hgmma, counts.waits, counts.barriers) == (11, 2, 1, 1)
+    assert (counts.special, counts.fp32, counts.integer) == (1, 1, 0)
+    assert counts.shared_bytes == 512 + 512 and counts.async_bytes == 512
+    # A quarter of the rows of 32 bytes: 64 + 64 with both operands in shared memory, 32 with one.
+    assert counts.operand_bytes == (64 + 64 + 32) * 32 // 4
+
+
+# for (k = 0; k < cdiv(n, 64); k++) where program 3 of 4 leaves at once.
+PTX = """
+.visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0,
+	.param .u32 kernel_param_1
 )
+.reqntid 128
+{
+	.reg .pred 	%p<5>;
+	.loc	1 3 0
+	ld.param.b32 	%r1, [kernel_param_1];
+	mov.u32 	%r2, %ctaid.x;
+	setp.eq.s32 	%p1, %r2, 3;
+	@%p1 bra 	$L__BB0_3;
+// %bb.1:
+	add.s32 	%r3, %r1, 63;
+	shr.s32 	%r4, %r3, 6;
+	mov.b32 	%r5, 0;
+$L__BB0_2:                              // =>This Inner Loop Header: Depth=1
+$L__tmp7:
+	setp.lt.s32 	%p3, %r5, 2;
+	selp.b32 	%r7, 16, 0, %p3;
+	cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10, %r7;
+	ld.shared.v4.b32 	{%r20, %r21, %r22, %r23}, [%r9];
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r30,%r31}, %rd8, %rd9, 1, 1, 1, 0, 0;
+	ex2.approx.ftz.f32 	%r40, %r41;
+	add.s32 	%r5, %r5, 1;
+	setp.lt.s32 	%p2, %r5, %r4;
+	@%p2 bra 	$L__BB0_2;
+	st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+$L__BB0_3:
+	ret;
+}
+"""
 
 
-def test_each_unit_takes_its_rate():
-    """Of 32 lanes: 4 special functions, 16 of the ALU, 16 or 32 of fp32 and 32 bytes a cycle."""
-    found = unit_cycles(COUNTS, A100)
-    assert found == {
-        "tensor": 16.0,
-        "issue": 50.0,
-        "MUFU": 24.0,
-        "fp32": 20.0,
-        "ALU": 14.0,
-        "shared": 28.0,
-    }
-    assert unit_cycles(COUNTS, H200)["fp32"] == 10.0
-    assert bound(found) == "issue"
+@pytest.mark.parametrize(("n", "trips"), [(1, 1), (64, 1), (65, 2), (577, 10)])
+def test_ptx_trip_counts(n, trips):
+    kernel = ptx.Ptx(PTX)
+    assert kernel.num_warps == 4 and len(kernel.loops) == 1
+    ((first, blocks),) = kernel.loops
+    run = kernel.executions([None, n], (0,), (4,))
+    assert blocks == {first} and run.blocks[first] == trips and not run.guessed
+    assert run.copied == 16 * min(trips, 2)  # masked copies move nothing
+    assert kernel.executions([None, n], (3,), (4,)).blocks[first] == 0
+    assert kernel.executions([None, None], (0,), (4,)).guessed
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["jumps-back", "jumps-out"])
+def test_ptx_loops_whose_end_memory_holds_run_as_often_as_they_are_told(leaves):
+    text = PTX.replace(
+        "setp.lt.s32 \t%p2, %r5, %r4;", "ld.shared.b32 %r4, [%r9]; setp.lt.s32 %p2, %r5, %r4;"
+    )
+    if leaves:
+        text = text.replace("@%p2 bra \t$L__BB0_2;", "@!%p2 bra $L__BB0_3; bra.uni $L__BB0_2;")
+    kernel = ptx.Ptx(text)
+    ((first, _),) = kernel.loops
+    for trips in (1, 4):
+        run = kernel.executions([None, 577], (0,), (4,), trips=trips)
+        assert run.blocks[first] == trips and not run.guessed
+
+
+def test_ptx_counts():
+    kernel = ptx.Ptx(PTX)
+    (loop,) = [natural.head for natural in kernel.loops]
+    counts = ptx.count(kernel.blocks[loop].ops)
+    assert counts.products == (("HGMMA", 64, 64, 16, 1),)
+    assert counts.operand_bytes == (64 + 64) * 32 // 4
+    assert (counts.special, counts.shared_bytes, counts.async_bytes) == (1, 512, 512)
+    moved = ptx.traffic([op for block in kernel.blocks for op in block.ops])
+    assert (moved.loaded, moved.copied, moved.stored) == (0, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("add.s32 %r9, %r1, -3", 4),
+        ("mul.wide.s32 %rd9, %r2, %r1", -14),
+        ("mad.lo.s32 %r9, %r1, %r1, 1", 50),
+        ("div.s32 %r9, -7, %r2", 3),
+        ("rem.s32 %r9, -7, 4", -3),
+        ("div.u32 %r9, %r1, 0", None),
+        ("shr.s32 %r9, %r2, 1", -1),
+        ("shr.u32 %r9, %r2, 31", 1),
+        ("and.b32 %r9, %r1, 3", 3),
+        ("bfe.u32 %r9, %r1, 1, 2", 3),
+        ("mul.hi.u32 %r9, %r1, %r1", None),
+        ("setp.ge.s32 %p9, %r1, 7", 1),
+        ("setp.hi.u32 %p9, %r2, %r1", 1),
+        ("selp.b32 %r9, 5, 6, %p7", None),
+        ("ld.param.b32 %r9, [%r1]", 7),
+        ("cvt.s64.s32 %rd9, %r2", -2),
+        ("not.b32 %r9, %r2", 1),
+        ("selp.b32 %r9, 5, 6, %p1", 5),
+        ("setp.lt.u32 %p9, %r1, %r2", 1),  # -2 is large without its sign
+        ("setp.lt.s32 %p9, %r1, %r2", 0),
+        ("and.pred %p9, %p1, %p1", 1),
+        ("add.f32 %r9, %r1, %r1", None),
+    ],
+    ids=str,
+)
+def test_ptx_arithmetic(line, value):
+    name, _, operands = line.partition(" ")
+    op = ptx.Op("", name, tuple(part.strip() for part in operands.split(",")))
+    registers = {"%r1": 7, "%r2": -2, "%p1": 1, "%rd1": 64}
+    assert scalar.evaluator(op)(registers) == value
 
 
 DONE = Work({"tensor": 1000.0, "issue": 400.0}, 5000.0, 1e6, 6e5, False)
@@ -129,18 +266,6 @@ def test_the_work_of_a_launch_is_that_of_its_programs():
     assert work(parts, kernel, [None, 577], (4,), H200, 3, 1000).chain < done.chain
 
 
-@pytest.mark.parametrize(
-    ("waits", "groups", "lead"), [((0,), 2, 0), ((2,), 2, 1), ((4, 2), 2, 1), ((3,), 2, 1.5)]
-)
-def test_a_load_leads_by_what_its_wait_leaves_pending(waits, groups, lead):
-    ops = [f"cp.async.wait_group {n};" for n in waits] + ["cp.async.commit_group;"] * groups
-    loop = "$head:\n" + "\n".join(ops) + "\n@%p1 bra $head;\nret;"
-    kernel = Ptx(".visible .entry k(\n.param .u32 k_param_0\n)\n{\n" + loop + "\n}")
-    ((head, _),) = kernel.loops
-    assert loop_model.lead(kernel, (head,), num_stages=3) == lead
-    assert loop_model.lead(kernel, (), num_stages=3) == 2  # TMA
-
-
 def test_loops_of_sass_and_ptx_are_paired_where_their_numbers_agree():
     code, kernel = sass.instructions(SASS), Ptx(PTX)
     (whole,) = regions(code, kernel)  # two loops in SASS, one in PTX
@@ -151,51 +276,6 @@ def test_loops_of_sass_and_ptx_are_paired_where_their_numbers_agree():
     assert loop.is_loop and not outside.is_loop and loop.blocks == (kernel.loops[0].head,)
     both = outside.counts.instructions + loop.counts.instructions
     assert both == sass.count(one_loop).instructions and loop.counts.instructions == 11
-
-
-def test_the_hot_loop_is_that_of_the_products():
-    outer, inner = sass.loops(sass.instructions(SASS))
-    assert hot_loop([outer, inner]) is inner and hot_loop([]) is None
-    long = sass.Loop(0, 0, outer.own * 20)
-    assert hot_loop([inner, long]) is inner and hot_loop([outer, long]) is long
-
-
-# --- what a launch is for
-
-
-def test_useful_products_are_those_of_the_mathematics():
-    attention = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
-    one = 2 * 3 * 5 * 7 * 4
-    products = {  # Q K^T and P V; with dP, dV, dK, dQ in the backward; a bias needs P and dP
-        "attention_fwd": 2,
-        "attention_bwd_one_pass": 5,
-        "attention_bwd_dq": 3,
-        "attention_bwd_dkdv": 4,
-        "attention_bwd_bias": 2,
-    }
-    assert {k: useful_products(k, attention) for k in products} == {
-        kernel: n * one for kernel, n in products.items()
-    }
-    in_turns = {"lse_ptr": ((2, 3, 5), "fp32"), "T": 5, "out": SimpleNamespace(shape=[2, 5, 3, 4])}
-    turns = {"attention_fwd_pingpong": 2, "attention_bwd_pingpong": 5}
-    assert {k: useful_products(k, in_turns) for k in turns} == {
-        kernel: n * 2 * 3 * 5 * 5 * 4 for kernel, n in turns.items()
-    }
-    fused = {"q": SimpleNamespace(shape=[2, 5, 3, 4])}
-    assert useful_products("attention_bwd_fused_dq", fused) == 5 * 2 * 3 * 5 * 5 * 4
-    product = {"M": 3, "N": 5, "K": 7, "F": 11}
-    assert useful_products("linear_fwd", product) == 3 * 5 * 7
-    assert useful_products("mlp_bwd_hidden", product) == 3 * 11 * 5
-    assert {*USEFUL} == {
-        *products,
-        *turns,
-        "attention_bwd_fused_dq",
-        "linear_fwd",
-        "mlp_bwd_hidden",
-    }
-
-
-# --- faults in code
 
 
 def _ptx(*lines):
@@ -235,20 +315,6 @@ def _code(**parts):
     return SimpleNamespace(**{"remarks": "", "loops": [], "instructions": [], "ttgir": ""} | parts)
 
 
-def _waits(waits, products):
-    lines = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0"] * products
-    lines += ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * waits
-    text = "\n".join(f"        /*{16 * i:04x}*/  {line} ;" for i, line in enumerate(lines))
-    return _code(loops=[sass.Loop(0, 0, tuple(sass.instructions(text)))])
-
-
-@pytest.mark.parametrize(
-    ("waits", "products", "found"), [(2, 2, 1), (3, 2, 1), (1, 2, 0), (1, 1, 0)]
-)
-def test_a_loop_that_waits_for_each_product_is_a_fault(waits, products, found):
-    assert len(list(faults.serialised(_waits(waits, products)))) == found
-
-
 def _dot(version, down, across, M, N, rows, columns):
     return _code(
         ttgir=(
@@ -276,180 +342,106 @@ def test_warps_that_compute_the_same_are_a_fault(dot, times):
     assert len(found) == (times > 0) and (not found or found[0].endswith(f"{times} times"))
 
 
-def test_every_rule_is_asked():
-    code = _dot(2, 8, 1, 16, 8, 64, 64)
-    code.loops = _waits(2, 2).loops
-    code.instructions = sass.instructions("/*0000*/ HGMMA.64x8x16.F32.BF16 R24, gdesc[UR12] ;")
-    code.ttgir += (
-        "%4 = ttg.memdesc_index %3[%c0] : x\n"
-        "%5 = ttg.async_copy_global_to_local %1, %4 : x\n"
-        "%6 = ttng.warp_group_dot %4, %7, %8 : !ttg.memdesc<64x64> * tensor<64x64> -> y\n"
+# Published and measured
+
+
+def _printed(program, *arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3600,
     )
-    code.blocks = _ptx(COPY, ALL, PRODUCT)
-    code.remarks = "ptxas info (C7515) Potential: wgmma serialized due to waits in function 'k'"
-    found = faults.faults(code)
-    assert len(found) == 5 and "C7515" in found[0] and "waits 2 times for 2" in found[1]
-    assert "8 columns" in found[2] and "1 buffers" in found[3] and "more than once" in found[4]
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def test_useful_products_need_a_launch_that_says_how_many_keys_there_are():
-    a = {"lse_ptr": ((2, 3, 5), "fp32"), "T_kv": 7, "D": 4}
-    count = 2 * (2 * 3 * 5) * 7 * 4
-    assert useful_products("attention_fwd", a) == count
-    assert useful_products("attention_fwd", {**a, "IS_CAUSAL": True}) == count * (1 + 1 / 7) / 2
-    assert useful_products("attention_fwd", {**a, "VARLEN": True}) is None
-    assert useful_products("attention_fwd", {**a, "MASK": "keys"}) is None
-    assert useful_products("layer_norm_fwd", a) is None
+TURNS_PROGRAM = """
+import torch
+from fastvit_kernels import attention
+from fastvit_kernels.ops.attention.configs import PINGPONG_FWD
+from fastvit_kernels.runtime.configs import forced
+from tests.machine.aot import TARGETS
+from tests.machine.examine import timed
+from tests.machine.launches import tracing
+
+with tracing(TARGETS["sm_90"]) as trace, forced("attention_fwd", PINGPONG_FWD):
+    attention(torch.empty(16, 8448, 3, 16, 128, dtype=torch.float16))
+(launch,) = trace.launches
+assert "pingpong" in launch.kernel.kernel
+print(64 * 16 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
+"""
 
 
-# --- ranking
-
-rank = pytest.importorskip("tests.machine.ranking")
-from tests.machine.ranking import LibraryCall, library_time  # noqa: E402
-
-
-def test_a_choice_is_made_for_its_key_alone_and_taken_back():
-    here = Gpu("sm_90", 132, 2**17)
-    table = ConfigTable("ranked", [("a",), ("b",)], lambda gpu, size: ("a",))
-    try:
-        assert table.choose(here, 8) == ("a",)
-        with rank.chosen(table, (8,), ("b",)):
-            assert [table.choose(here, size) for size in (8, 16)] == [("b",), ("a",)]
-        assert table.choose(here, 8) == ("a",)
-    finally:
-        del TABLES["ranked"]
+def test_the_model_gives_the_published_rate_of_groups_side_by_side():
+    """FlashAttention-3 on an H100 with warp specialisation, but no products under a group's own
+    softmax (arXiv:2407.08608, table 2), TFLOP/s."""
+    assert _printed(TURNS_PROGRAM) == pytest.approx(582, rel=0.12)
 
 
-def _launch(kernel, **arguments):
-    return SimpleNamespace(kernel=SimpleNamespace(kernel=kernel), arguments=arguments)
+MEASURED_PROGRAM = """
+import json, torch
+from contextlib import ExitStack
+from fastvit_kernels import attention, linear
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_PAIR, TMA_TILE
+from fastvit_kernels.ops.mlp import mlp
+from fastvit_kernels.runtime.configs import forced
+from tests.machine.aot import TARGETS
+from tests.machine import loop_model
+from tests.machine.examine import timed
+from tests.machine.launches import tracing
+
+loop_model.ROOFS["sm_90"] = loop_model.H100
+
+def tensor(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+def us(name, step, **tables):
+    with tracing(TARGETS["sm_90"]) as trace, ExitStack() as stack:
+        for table, config in tables.items():
+            stack.enter_context(forced(table, config))
+        step()
+    return next(timed(x).modelled.us for x in trace.launches if name in x.kernel.kernel)
+
+name = "gemm_warp_specialized"
+
+def linear_of(K, N, **options):
+    x = tensor(256, 197, K)
+    residual = None if options else tensor(256, 197, N).float()
+    linear(x, tensor(N, K), tensor(N), residual=residual, **options)
+
+def fc1():
+    linear_of(768, 3072, activation="gelu")
+
+def hidden():
+    x = tensor(256, 197, 768)
+    mlp(x, tensor(3072, 768), tensor(3072), tensor(768, 3072), tensor(768)).backward(x)
+
+print(json.dumps({
+    "fc1": us("linear", fc1, linear_fwd=TMA_PAIR),
+    "fc1 by roles": us(name, fc1, linear_fwd=SPECIALIZED),
+    "proj": us("linear", lambda: linear_of(768, 768)),
+    "fc2": us("linear", lambda: linear_of(3072, 768)),
+    "hidden gradient": us("hidden", hidden, mlp_bwd_hidden=TMA_TILE),
+    "dz by roles": us(name, hidden, linear_fwd=TMA_PAIR, mlp_bwd_hidden=SPECIALIZED),
+    **{f"attention, T = {T}": us("attention_fwd", lambda: attention(tensor(B, T, 3, 12, 64)))
+       for T, B in ((197, 256), (577, 44))},
+}))
+"""
 
 
-@pytest.mark.parametrize(
-    ("table", "launch", "belongs"),
-    [
-        ("attention_fwd", _launch("attention_fwd"), True),
-        ("attention_fwd", _launch("attention_bwd_dq"), False),
-        ("layer_norm_fwd", _launch("norm_fwd"), True),
-        ("layer_norm_fwd", _launch("norm_bwd"), False),
-        ("rope_bwd", _launch("rope_norm_bwd"), True),
-        ("linear_fwd", _launch("linear_fwd", N=3072, K=768), True),
-        ("linear_fwd", _launch("linear_fwd", N=768, K=3072), False),
-    ],
-)
-def test_launches_are_their_tables(table, launch, belongs):
-    key = (4096, 3072, 768, "bf16") if table == "linear_fwd" else (64,)
-    assert rank._belongs(launch, Choice(table, Gpu("sm_90", 132, 2**17), key)) == belongs
-
-
-def test_a_library_call_takes_its_tiles_and_its_bytes():
-    copy = LibraryCall("copy_", 0, 0, 0, 43 * 10**6)
-    assert library_time(copy, H200) == pytest.approx(LAUNCH + 10.0)
-    product = LibraryCall("mm", 128 * 12, 256 * 12, 1024, 0)  # 144 tiles on 132 SMs
-    cycles = 2 * (128 * 256 * 1024 / (4 * 512) + LIBRARY_START)
-    assert library_time(product, H200) == pytest.approx(LAUNCH + cycles * 1e-3 / H200.ghz)
-    assert library_time(product, A100) == pytest.approx(
-        LAUNCH + 2 * (128 * 256 * 1024 / (4 * 256) + LIBRARY_START) * 1e-3 / A100.ghz
-    )
-
-
-def test_the_model_gives_the_published_rates_of_the_library():
-    """cuBLAS in TFLOP/s, bf16 on an H200; a copy of 1 GiB. Attention's: test_peers.py."""
-
-    def rate(M, N, K):
-        moved = 2 * (M * K + N * K + M * N)
-        return 2 * M * N * K / library_time(LibraryCall("mm", M, N, K, moved), H200) * 1e-6
-
-    assert rate(8192, 8192, 8192) == pytest.approx(788, rel=0.03)
-    assert rate(50432, 3072, 768) == pytest.approx(640, rel=0.03)  # fc1 of ViT-B, 256 images
-    # triton's tutorial gluon/07, fp16, on an H100, whose copies and clocks are slower
-    published = {512: 588, 1024: 588, 2048: 616}
-    assert all(0.9 < rate(8192, 8192, K) / n < 1.2 for K, n in published.items())
-    copied = 2 * 2**30
-    us = library_time(LibraryCall("copy_", 0, 0, 0, copied), H200)
-    assert copied / us * 1e-3 == pytest.approx(4300, rel=0.01)
-
-
-def test_the_time_of_a_trace_is_of_kernels_and_library(monkeypatch):
-    modelled = SimpleNamespace(us=5.0)
-    monkeypatch.setattr(rank, "timed", lambda launch: SimpleNamespace(modelled=modelled))
-    copy = LibraryCall("copy_", 0, 0, 0, 43 * 10**6)
-    us, launches = rank.trace_time(SimpleNamespace(launches=[1, 2], torch_calls=[copy]), "sm_90")
-    assert us == pytest.approx(2 * 5.0 + LAUNCH + 10.0) and len(launches) == 2
-
-
-# --- what a step calls
-
-
-def test_bytes_and_sizes_of_a_step():
-    from tests.machine import aot, launches
-
-    x = torch.empty(6, 1, 5, dtype=torch.bfloat16)
-    assert launches.tensor_bytes(x) == 60 == launches.tensor_bytes(x.expand(6, 7, 5))
-    mm, bmm, view = torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.view
-    a, b = torch.empty(3, 5), torch.empty(5, 7)
-    found = launches._library_call(mm, (a, b), torch.mm(a, b))
-    assert found == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
-    a, b = torch.empty(2, 3, 5), torch.empty(2, 5, 7)
-    assert launches._library_call(bmm, (a, b), torch.bmm(a, b))[:4] == ("bmm", 6, 7, 5)
-    assert launches._library_call(view.default, (a, [30]), a.view(30)) is None
-    assert (
-        launches._library_call(torch.ops.aten.empty_like.default, (a,), torch.empty_like(a)) is None
-    )
-    c = torch.empty(3)
-    add = torch.ops.aten.addmm.default
-    a, b = torch.empty(2, 5), torch.empty(5, 3)
-    assert launches._library_call(add, (c, a, b), torch.addmm(c, a, b))[:4] == ("addmm", 2, 3, 5)
-    pointer, (inner, number) = aot._pointers(a[:, 1:]), aot._pointers((a, 3))
-    assert pointer.data_ptr() == 4 and pointer.dtype is torch.float32 and number == 3
-    assert inner.data_ptr() == 0 and inner.ptr_range() == 40
-
-
-def test_library_calls_of_a_step_are_listed():
-    from tests.machine import aot
-    from tests.machine.launches import Trace
-
-    trace = Trace(TARGETS["sm_90"])
-    a, b = torch.ones(3, 5), torch.ones(5, 7)
-    with aot._RunLaunchers(trace):
-        torch.mm(a, b).t().relu()
-    assert [call.name for call in trace.torch_calls] == ["mm", "relu"]
-    assert trace.torch_calls[0] == ("mm", 3, 7, 5, 4 * (15 + 35 + 21))
-
-
-def test_a_trace_has_the_code_of_each_kernel_once(monkeypatch):
-    from tests.machine import aot, launches
-
-    kept = []
-    monkeypatch.setattr(launches, "keep_remarks", lambda *what: kept.append(what))
-    monkeypatch.setattr(launches, "inspect", lambda compiled, target, kernel: kernel)
-    compiled = SimpleNamespace(
-        asm={"ttgir": ""},
-        metadata=SimpleNamespace(num_warps=8),
-        src=SimpleNamespace(signature={"x": "*fp32", "sizes": ("i32", "*fp32"), "B": "constexpr"}),
-    )
-    x = torch.empty(3, 5)
-    given = {"x": x, "sizes": (7, x[:1]), "B": 16}
-    launch = aot.Launch(SimpleNamespace(key="k"), compiled, (3,), given)
-    trace = launches.Trace(TARGETS["sm_90"])
-    assert trace.compile(lambda: print("remarks") or compiled) is compiled
-    assert kept == [(compiled, "remarks\n")]
-    for _ in range(2):
-        trace.launched(launch)
-    first, second = trace.launches
-    assert first.code is second.code and first.code.num_warps == 8
-    assert (first.grid, first.integers, first.tensor_bytes) == ((3,), (None, 7, None), 4 * (15 + 5))
-    assert first.arguments["x"] == ((3, 5), torch.float32) and first.arguments["B"] == 16
-    amd = launches.Trace(TARGETS["gfx942"])
-    amd.launched(launch)
-    assert amd.launches[0].code is None
-
-
-def test_instructions_of_a_kernel_are_those_of_its_disassembly(monkeypatch):
-    from tests.machine import machine_code
-
-    monkeypatch.setattr(machine_code, "printed_by", lambda tool, cubin, *_: cubin)
-    monkeypatch.setattr(machine_code, "_kept", lambda compiled, kind, make: make())
-    compiled = SimpleNamespace(asm={"cubin": SASS})
-    code = machine_code.Code(compiled, 4)
-    assert code.instructions == sass.instructions(SASS)
-    assert len(code.loops) == 2
+def test_the_model_is_near_what_an_h100_measured():
+    """bench/results/h100-80gb-hbm3, by that GPU's copies and clock; ours, ViT-B."""
+    measured = {
+        "fc1": 553,
+        "fc1 by roles": 451,
+        "proj": 189,
+        "fc2": 408,
+        "hidden gradient": 764,
+        "dz by roles": 487,
+        "attention, T = 197": 118,
+        "attention, T = 577": 141,
+    }
+    assert _printed(MEASURED_PROGRAM) == pytest.approx(measured, rel=0.2)

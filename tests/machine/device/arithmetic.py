@@ -123,12 +123,6 @@ def negate_integer(op: Op) -> Run:
     return op.pure(lambda r: -a(r))
 
 
-@instruction("abs.{s16,s32,s64}")
-def absolute_integer(op: Op) -> Run:
-    a = op.read(1)
-    return op.pure(lambda r: np.abs(a(r)))
-
-
 @instruction(f"min.{_INTEGERS}", f"max.{_INTEGERS}")
 def smaller_or_larger_integer(op: Op) -> Run:
     a, b = op.read(1), op.read(2)
@@ -154,21 +148,6 @@ def extract_bits(op: Op) -> Run:
         return np.where(count == 0, 0, _shift_right(up.view(x.dtype), down)).astype(x.dtype)
 
     return op.pure(extract)
-
-
-@instruction("bfi.{b32,b64}")
-def insert_bits(op: Op) -> Run:
-    """bfi f, a, b, c, d: b, with its d bits from bit c on taken from a."""
-    a, b, c, d = op.read(1), op.read(2), op.read(3, "u32"), op.read(4, "u32")
-
-    def insert(r):
-        y = b(r)
-        start, count = c(r) & 0xFF, d(r) & 0xFF
-        ones = _shift_left(np.ones_like(y), count) - y.dtype.type(1)
-        ones = _shift_left(ones, start)
-        return (y & ~ones) | (_shift_left(a(r), start) & ones)
-
-    return op.pure(insert)
 
 
 # Bits
@@ -218,23 +197,6 @@ def invert(op: Op) -> Run:
     return op.pure(lambda r: ~a(r))
 
 
-@instruction("lop3.b32")
-def any_function_of_three(op: Op) -> Run:
-    """Bit i of the table is the result where a, b, c have the bits of i."""
-    a, b, c = op.read(1), op.read(2), op.read(3)
-    table = int(op.operands[4], 0)
-
-    def look_up(r):
-        x, y, z = a(r), b(r), c(r)
-        found = np.zeros((1, 1), U32)
-        for i in range(8):
-            if table >> i & 1:
-                found = found | ((x if i & 4 else ~x) & (y if i & 2 else ~y) & (z if i & 1 else ~z))
-        return found
-
-    return op.pure(look_up)
-
-
 @instruction("prmt.b32")
 def permute_bytes(op: Op) -> Run:
     """Byte i of the result is byte c[4i : 4i + 3] of (a, b); bit 4i + 3 repeats its sign."""
@@ -251,37 +213,6 @@ def permute_bytes(op: Op) -> Run:
         return found
 
     return op.pure(permute)
-
-
-@instruction("shf.{l,r}.{wrap,clamp}.b32")
-def funnel_shift(op: Op) -> Run:
-    """Of the 64 bits (b, a): shifted left the upper half, shifted right the lower one."""
-    a, b, c = op.read(1), op.read(2), op.read(3, "u32")
-    left, wraps = op.has("l"), op.has("wrap")
-
-    def funnel(r):
-        by = c(r) & 31 if wraps else np.minimum(c(r), 32)
-        both = a(r).astype(U64) | (b(r).astype(U64) << 32)
-        if left:
-            return ((both << by.astype(U64)) >> 32).astype(U32)
-        return (both >> by.astype(U64)).astype(U32)
-
-    return op.pure(funnel)
-
-
-@instruction("{popc,clz}.b32", "brev.b32")
-def count_bits(op: Op) -> Run:
-    a, kind = op.read(1), op.parts[0]
-
-    def count(r):
-        bits = (a(r)[..., None] >> np.arange(32, dtype=U32)) & 1
-        if kind == "popc":
-            return bits.sum(-1).astype(U32)
-        if kind == "clz":
-            return np.where(bits.any(-1), bits[..., ::-1].argmax(-1), 32).astype(U32)
-        return (bits[..., ::-1] << np.arange(32, dtype=U32)).sum(-1).astype(U32)
-
-    return op.pure(count)
 
 
 # Comparisons and choices
@@ -319,7 +250,7 @@ _OF_FLOATS = "{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}"
     "setp.{eq,ne}.{b16,b32,b64}",
     f"setp.{_ORDER}.{_INTEGERS}",
     f"setp.{_OF_FLOATS}[.ftz].f32",
-    f"setp.{_OF_FLOATS}.{{f16,bf16,f64}}",
+    f"setp.{_OF_FLOATS}.{{f16,bf16}}",
 )
 def compare(op: Op) -> Run:
     a, b = _float_reader(op, 1), _float_reader(op, 2)
@@ -329,18 +260,7 @@ def compare(op: Op) -> Run:
     return op.pure(lambda r: compare(a(r), b(r)))
 
 
-@instruction(
-    "setp.{eq,ne}.{and,or,xor}.{b16,b32,b64}",
-    f"setp.{_ORDER}.{{and,or,xor}}.{{u32,s32,u64,s64}}",
-    f"setp.{_OF_FLOATS}.{{and,or,xor}}.f32",
-)
-def compare_and_combine(op: Op) -> Run:
-    a, b, c = op.read(1), op.read(2), op.read(3, "pred")
-    compare, combine = _comparison(op.parts[1], "f" in op.type), _BITWISE[op.parts[2]]
-    return op.pure(lambda r: combine(compare(a(r), b(r)), c(r)))
-
-
-@instruction("selp.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32,f64}")
+@instruction("selp.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f32}")
 def select(op: Op) -> Run:
     a, b, which = op.read(1), op.read(2), op.read(3, "pred")
     return op.pure(lambda r: np.where(which(r), a(r), b(r)))
@@ -368,7 +288,7 @@ def _flushed(op: Op, compute: Callable[..., Array], *reads) -> Run:
 _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
-@instruction("{add,sub,mul}[.rn][.ftz].f32", "{add,sub,mul}[.rn].f64")
+@instruction("{add,sub,mul}[.rn][.ftz].f32")
 def add_subtract_multiply(op: Op) -> Run:
     """Without .rn ptxas may fuse a product with a sum, and round once less: not here."""
     a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
@@ -402,7 +322,7 @@ def fused_multiply_add(op: Op) -> Run:
     return _flushed(op, fused, a, b, c)
 
 
-@instruction("neg[.ftz].f32", "neg.f64", "abs[.ftz].f32", "abs.f64")
+@instruction("{neg,abs}[.ftz].f32")
 def change_sign(op: Op) -> Run:
     return _flushed(op, np.negative if op.parts[0] == "neg" else np.abs, op.read(1))
 
@@ -427,41 +347,18 @@ def smaller_or_larger(op: Op) -> Run:
     return _flushed(op, _smaller if is_min else _larger, op.read(1), op.read(2))
 
 
-@instruction("copysign.f32")
-def copy_sign(op: Op) -> Run:
-    """copysign d, a, b: b with the sign of a."""
-    a, b = op.read(1), op.read(2)
-    return op.pure(lambda r: np.copysign(b(r), a(r)))
-
-
-@instruction("div.rn[.ftz].f32")
-def divide(op: Op) -> Run:
-    return _flushed(op, np.divide, op.read(1), op.read(2))
-
-
-@instruction("{sqrt,rcp}.rn[.ftz].f32")
-def root_or_inverse(op: Op) -> Run:
-    return _flushed(op, np.sqrt if op.parts[0] == "sqrt" else lambda x: 1 / x, op.read(1))
-
-
 # What PTX calls approximate: errors that it documents
 
 
 class Error(NamedTuple):
     size: float
-    of: str  # "ulp" of the result; "relative"; "absolute"
+    of: str  # "ulp" of the result, "relative"
 
 
 ERRORS = {
     "ex2": Error(2, "ulp"),
     "div": Error(2, "ulp"),
-    "rcp": Error(1, "ulp"),
-    "sqrt": Error(2**-23, "relative"),
     "rsqrt": Error(2**-22.9, "relative"),
-    "tanh": Error(2**-11, "relative"),
-    "sin": Error(2**-20.5, "absolute"),
-    "cos": Error(2**-20.5, "absolute"),  # from -pi to pi
-    "lg2": Error(2**-22, "absolute"),  # from 0.5 to 2; elsewhere it is relative
 }
 
 
@@ -471,42 +368,23 @@ def off_by(exact: Array, error: Error, bits: Array) -> Array:
     part = (bits * np.uint32(0x9E3779B1)).view(S32) * 2.0**-31
     if error.of == "ulp":
         size = np.ldexp(float(error.size), np.frexp(exact)[1] - 24)
-    elif error.of == "relative":
-        size = error.size * np.abs(exact)
     else:
-        size = error.size
+        size = error.size * np.abs(exact)
     return np.where(np.isfinite(exact) & (exact != 0), exact + part * size, exact).astype(F32)
 
 
-_EXACT = {
-    "ex2": np.exp2,
-    "tanh": np.tanh,
-    "rcp": lambda x: 1 / x,
-    "sqrt": np.sqrt,
-    "sin": np.sin,
-    "cos": np.cos,
-    "lg2": np.log2,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-}
+_EXACT = {"ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x)}
 
 
-@instruction("{ex2,rsqrt,rcp,sqrt,sin,cos,lg2}.approx[.ftz].f32", "tanh.approx.f32")
+@instruction("{ex2,rsqrt}.approx[.ftz].f32")
 def approximate(op: Op) -> Run:
-    name = op.parts[0]
-    exact, error = _EXACT[name], ERRORS[name]
-
-    def compute(x):
-        value = exact(x.astype(np.float64))
-        found = off_by(value, error, x.view(U32))
-        if name == "lg2":
-            far = off_by(value, error._replace(of="relative"), x.view(U32))
-            return np.where((x > 0.5) & (x < 2), found, far)
-        return found
-
-    return _flushed(op, compute, op.read(1))
+    exact, error = _EXACT[op.parts[0]], ERRORS[op.parts[0]]
+    return _flushed(
+        op, lambda x: off_by(exact(x.astype(np.float64)), error, x.view(U32)), op.read(1)
+    )
 
 
-@instruction("div.{full,approx}[.ftz].f32")
+@instruction("div.full[.ftz].f32")
 def approximate_quotient(op: Op) -> Run:
     def compute(x, y):
         return off_by(x.astype(np.float64) / y, ERRORS["div"], x.view(U32) ^ y.view(U32))
@@ -590,17 +468,6 @@ def fused_half(op: Op) -> Run:
     return op.pure(lambda r: _fused_half(type, a(r), b(r), c(r)))
 
 
-@instruction("fma.rn.{bf16x2,f16x2}")
-def fused_pair(op: Op) -> Run:
-    reads, type = [op.read(place, "b32") for place in (1, 2, 3)], op.type[:-2]
-
-    def compute(r):
-        low, high = zip(*(halves(read(r)) for read in reads), strict=True)
-        return joined(_fused_half(type, *low), _fused_half(type, *high))
-
-    return op.pure(compute)
-
-
 # Conversions
 
 _INTEGER_TYPES = "{u8,s8,u16,s16,u32,s32,u64,s64}"
@@ -637,61 +504,16 @@ def narrow_pair(op: Op) -> Run:
     return op.pure(lambda r: joined(pack(b(r)), pack(a(r))))
 
 
-def to_tf32(bits: Array) -> Array:
-    """.rna: to 10 bits of mantissa, the nearest, ties away from zero."""
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    infinite = (bits & 0x7FFFFFFF) == 0x7F800000
-    rounded = (bits + 0x1000) & np.uint32(0xFFFFE000)
-    return np.where(nan, 0x7FFFFFFF, np.where(infinite, bits, rounded)).astype(U32)
-
-
-@instruction("cvt.rna.tf32.f32")
-def round_to_tf32(op: Op) -> Run:
-    read = op.read(1, "b32")
-    return op.pure(lambda r: to_tf32(read(r)))
-
-
-@instruction("cvt.rn.f32.{s32,u32,s64,u64,s16,u16}", "cvt.rn.f64.{s32,u32,s64,u64}")
+@instruction("cvt.rn.f32.{s32,u32,s64,u64}")
 def integer_to_float(op: Op) -> Run:
     read, target = op.read(1), TYPES[op.parts[2]]
-    return op.pure(lambda r: read(r).astype(target))
-
-
-_ROUND = {"rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil, "rni": np.rint}
-
-
-@instruction("cvt.{rzi,rmi,rpi,rni}[.ftz].{s32,u32,s64,u64}.f32")
-def float_to_integer(op: Op) -> Run:
-    """NaN becomes 0, what is too large the largest."""
-    read, round_, target = op.read(1), _ROUND[op.parts[1]], TYPES[op.parts[-2]]
-    least, most = np.iinfo(target).min, np.iinfo(target).max
-
-    def convert(r):
-        x = round_(read(r).astype(np.float64))
-        inside = (x >= least) & (x < 2.0 ** (8 * target.itemsize - (target.kind == "i")))
-        x = np.where(inside, x, 0).astype(target)
-        value = read(r)
-        x = np.where(inside | np.isnan(value), x, np.where(value > 0, most, least))
-        return x.astype(target)
-
-    return op.pure(convert)
-
-
-@instruction("cvt.{rzi,rmi,rpi,rni}[.ftz].f32.f32")
-def round_float(op: Op) -> Run:
-    return _flushed(op, _ROUND[op.parts[1]], op.read(1))
-
-
-@instruction("cvt.f64.f32", "cvt.rn.f32.f64")
-def other_width(op: Op) -> Run:
-    read, target = op.read(1), TYPES[op.parts[-2]]
     return op.pure(lambda r: read(r).astype(target))
 
 
 # Copies
 
 
-@instruction("mov.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f16,f32,f64,pred}")
+@instruction("mov.{b16,b32,b64,u16,u32,u64,s16,s32,s64,f16,f32,pred}")
 def move(op: Op) -> Run:
     """Also takes a register apart, or puts one together: `mov.b32 {%rs1, %rs2}, %r1`."""
     if op.operands[0].startswith("{"):

@@ -8,7 +8,6 @@ configs   every launch config that ships, twice, for equal bits
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import time
 from collections import Counter
@@ -37,7 +36,6 @@ from tests.check import all_configs
 from tests.check.config_cases import config_cases
 from tests.support.philox import philox_keep
 
-from . import ran
 from .driver import Machine, ptx_machine
 
 CPU = torch.device("cpu")
@@ -63,8 +61,7 @@ class Job(NamedTuple):
 class Outcome(NamedTuple):
     job: Job
     fault: str | None
-    seconds: float  # with compiling and the reference
-    machine: float  # on the machine alone
+    seconds: float  # on the machine alone
     launches: int
     accesses: int
 
@@ -73,7 +70,7 @@ class Outcome(NamedTuple):
         where = f"{job.target} {job.precision} {job.kind}: {job.name}"
         place = f" [{job.place}]" if job.kind == "configs" else ""
         return f"{'ok  ' if self.fault is None else 'FAIL'} {where}{place}" + (
-            f"  {self.machine:.2f} s, {self.launches} launches"
+            f"  {self.seconds:.2f} s, {self.launches} launches"
             if self.fault is None
             else f"  {self.fault}"
         )
@@ -194,7 +191,6 @@ def _config_jobs(target: str, name: str) -> list[Job]:
 
 
 def run_job(job: Job) -> Outcome:
-    began = time.perf_counter()
     fault = None
     machine = Machine(job.target)
     try:
@@ -205,15 +201,8 @@ def run_job(job: Job) -> Outcome:
             fault = _fault_of(job)
     except Exception as error:  # whatever it is, the others still run
         fault = first_line(error)
-    seconds = time.perf_counter() - began
-    return Outcome(
-        job,
-        fault,
-        seconds,
-        sum(machine.seconds.values()),
-        machine.launches.total(),
-        machine.accesses,
-    )
+    seconds = sum(machine.seconds.values())
+    return Outcome(job, fault, seconds, machine.launches.total(), machine.accesses)
 
 
 def _fault_of(job: Job) -> str | None:
@@ -363,37 +352,19 @@ def run_device(
     count: int,
     only: Sequence[str] = (),
     share: tuple[int, int] = (0, 1),
-    records: bool = False,
 ) -> int:
-    """Print each outcome; the exit status.
-
-    Args:
-        records: write a row of ran.csv for each target, precision and kind.
-    """
-    began, versions, total = time.perf_counter(), ran.versions(), Counter[str]()
-    counts: dict[tuple[str, str, str], Counter[str]] = {}
-    left: dict[tuple[str, str, str], int] = {}  # jobs until a row is whole
+    """Print each outcome; the exit status."""
+    began, total = time.perf_counter(), Counter[str]()
     for outcome in run_all(targets, precisions, kinds, count, share, only):
         print(outcome, flush=True)
-        found = Counter(
+        total.update(
             passed=int(outcome.fault is None),
             failed=int(outcome.fault is not None),
             launches=outcome.launches,
             accesses=outcome.accesses,
-            seconds=math.ceil(outcome.machine),
         )
-        total.update(found)
-        place = outcome.job[:3]
-        if place not in counts:
-            counts[place], left[place] = Counter(), len(jobs(*place)) if records else 0
-        counts[place].update(found)
-        left[place] -= 1
-        if left[place] == 0:
-            numbers = [counts[place][name] for name in ran.Ran._fields[3:7]]
-            ran.write([ran.Ran(*place, *numbers, *versions)])
     print(
         f"{total['passed']} passed, {total['failed']} failed, {total['launches']} launches, "
-        f"{total['accesses']} accesses to global memory, {total['seconds']} s of execution, "
-        f"{time.perf_counter() - began:.0f} s"
+        f"{total['accesses']} accesses to global memory, {time.perf_counter() - began:.0f} s"
     )
     return 1 if total["failed"] or not total["passed"] else 0

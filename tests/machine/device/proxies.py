@@ -45,14 +45,6 @@ def fence_async_proxy(op: Op) -> Run:
     return run
 
 
-@instruction(
-    "fence.mbarrier_init.release.cluster", "fence.acq_rel.{cta,cluster,gpu}", "membar.{cta,gl}"
-)
-def fence(op: Op) -> Run:
-    """Orders what one thread does; without a barrier or mbarrier it says nothing to another."""
-    return lambda group: None
-
-
 def cells_of(races: Races, pieces: Array) -> Array:
     """The detector's cells of pieces of 16 bytes, by their numbers."""
     each = 16 // races.grain

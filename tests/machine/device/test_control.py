@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.machine.device.faults import Deadlock, Diverged
-from tests.machine.device.program import END, immediate_post_dominators
 from tests.machine.device.registry import INSTRUCTIONS
 from tests.machine.device.snippets import run
 
@@ -23,24 +22,6 @@ def test_threads_that_part_meet_again():
         SMALL: add.s32 %r1, %r1, 1;
         JOIN: add.s32 %r1, %r1, 1000;
     """)["%r1"][0]
-    assert found.tolist() == [1001] * 10 + [1100] * 22
-
-
-def test_blocks_out_of_order():
-    """The block where threads meet may stand before those that lead to it."""
-    found = run("""
-        setp.lt.s32 %p1, %tid.x, 10;
-        mov.b32 %r1, 0;
-        bra.uni TEST;
-        JOIN: add.s32 %r1, %r1, 1000;
-        bra.uni STOP;
-        SMALL: add.s32 %r1, %r1, 1;
-        bra.uni JOIN;
-        TEST: @%p1 bra SMALL;
-        add.s32 %r1, %r1, 100;
-        bra.uni JOIN;
-        STOP: add.s32 %r2, %r1, 0;
-    """)["%r2"][0]
     assert found.tolist() == [1001] * 10 + [1100] * 22
 
 
@@ -62,17 +43,6 @@ def test_loops_of_different_lengths():
     )
     wanted = LANES + 10 * np.arange(2)[:, None] + 1
     assert np.array_equal(found["%r2"], wanted) and np.array_equal(found["%r4"], 3 * wanted)
-
-
-def test_where_threads_meet():
-    # 0 -> 1, 2; 1 -> 3; 2 -> 3, END; 3 -> 3, 4; 4 -> END
-    assert immediate_post_dominators([[1, 2], [3], [3, END], [3, 4], [END]]) == [
-        END,
-        3,
-        END,
-        4,
-        END,
-    ]
 
 
 def test_labels_and_registers_belong_to_their_braces():
@@ -157,15 +127,6 @@ def test_shuffles(name, b, c, wanted):
         assert np.array_equal(found["%p1"][0, :32], ~same)
 
 
-def test_a_shuffle_by_what_a_register_says():
-    draw = np.random.default_rng(0)
-    lanes, numbers = draw.integers(0, 32, (2, 64)), draw.integers(0, 2**32, (2, 64))
-    body = "shfl.sync.idx.b32 %r1, %r2, %r3, 31, -1;"
-    found = run(body, {"%r2": numbers, "%r3": lanes}, threads=64, blocks=2)["%r1"]
-    warps = np.arange(64) // 32 * 32
-    assert np.array_equal(found, np.take_along_axis(numbers, lanes + warps, 1))
-
-
 @pytest.mark.parametrize("name", sorted(n for n in INSTRUCTIONS if n.startswith("redux")))
 def test_reductions(name):
     draw = np.random.default_rng(0)
@@ -182,15 +143,6 @@ def test_reductions(name):
     for warp in (slice(0, 32), slice(32, 64)):
         seen = numbers[warp].view(np.int32) if name.endswith("s32") else numbers[warp]
         assert (found[warp] == np.uint32(int(reduce(seen)) % 2**32)).all()
-
-
-def test_votes():
-    odd = np.arange(64) % 2 == 1
-    body = "vote.sync.ballot.b32 %r1, %p1, -1; vote.sync.any.pred %p2, %p1, -1;" + (
-        "vote.sync.all.pred %p3, %p1, -1;"
-    )
-    found = run(body, {"%p1": odd}, threads=64)
-    assert (found["%r1"] == 0xAAAAAAAA).all() and found["%p2"].all() and not found["%p3"].any()
 
 
 def number_of(type, draw, shape):
@@ -238,16 +190,3 @@ def test_mma(name, blocks):
     for i in range(4):
         part = wanted[:, g + 8 * (i // 2), 2 * t + i % 2]
         assert np.array_equal(found[f"%r{40 + i}"].view(np.float32), part), (name, i)
-
-
-def test_mma_under_a_mask_leaves_other_blocks_alone():
-    body = """
-        setp.eq.s32 %p1, %ctaid.x, 0;
-        @%p1 bra SKIP;
-        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-            {%r1, %r2, %r3, %r4}, {%r5, %r5, %r5, %r5}, {%r5, %r5}, {%r1, %r2, %r3, %r4};
-        SKIP: mov.b32 %r6, %r1;
-    """
-    start = {f"%r{i}": np.float32(3) for i in range(1, 5)} | {"%r5": 0x3F803F80}
-    found = run(body, start, blocks=2)["%r6"].view(np.float32)
-    assert (found[0] == 3).all() and (found[1] == 19).all()

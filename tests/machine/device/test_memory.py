@@ -71,22 +71,6 @@ def test_loads_and_stores(name):
         assert np.array_equal(held, wanted.view(held.dtype)), (name, i)
 
 
-@pytest.mark.parametrize(
-    ("type", "value", "wanted"),
-    [
-        ("u32", 7, 7),
-        ("s32", -1, 2**64 - 1),
-        ("u8", 200, 200),
-        ("f32", 1.0, 0x3F800000),
-    ],
-)
-def test_parameters(type, value, wanted):
-    assert (
-        run(f"ld.param.{type} %rd1, [snippet_param_0];", arguments=[(type, value)])["%rd1"][0, 0]
-        == wanted
-    )
-
-
 @pytest.mark.parametrize("name", memory_forms("ld.param"))
 def test_parameters_of_each_type(name):
     """As wide as it is, or extended by the sign of s types."""
@@ -146,16 +130,6 @@ def test_shared_memory_has_bounds_and_starts_as_poison():
     for offset in (-4, 16):
         with pytest.raises(OutOfBounds, match="of 16 of shared memory"):
             run(f"{BASE} ld.shared.b32 %r1, [%r100+{offset}];", shared=16)
-
-
-def test_a_variable_in_shared_memory():
-    found = run(
-        ".shared .align 4 .b8 mine[128]; mov.b32 %r1, mine;"
-        "mad.lo.s32 %r2, %tid.x, 4, %r1; st.shared.b32 [%r2], %tid.x;"
-        "ld.shared.b32 %r3, [mine+12];",
-        shared=128,
-    )
-    assert (found["%r3"] == 3).all()
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -234,13 +208,6 @@ def test_a_copy_that_nobody_commits_lands_at_wait_all_alone():
         assert (first == (ARRIVED if arrived else ON_ITS_WAY)).all()
 
 
-def test_a_copy_poisons_what_was_there():
-    first, *_ = copies(
-        "st.shared.v4.b32 [%r1], {7, 7, 7, 7};" + ISSUE.format(0) + READ.format(10, "")
-    )
-    assert (first == ON_ITS_WAY).all()
-
-
 @pytest.mark.parametrize("name", memory_forms(("cp.async.ca", "cp.async.cg")))
 def test_a_copy_of_no_bytes_gives_zeros(name):
     body = "setp.lt.s32 %p1, %tid.x, 8; selp.b32 %r2, 16, 0, %p1;"
@@ -252,24 +219,6 @@ def test_a_copy_of_no_bytes_gives_zeros(name):
         + READ.format(10, "")
     )
     assert first.tolist() == [*range(0, 32, 4)] + [0] * 24
-
-
-def test_groups_are_counted_by_block():
-    """The first block issues one group more, then both wait for all but one."""
-    lines = (
-        "setp.eq.s32 %p1, %ctaid.x, 0;"
-        + ISSUE.format(0)
-        + COMMIT
-        + "@!%p1 bra SKIP;"
-        + ISSUE.format(512)
-        + COMMIT
-        + "SKIP:"
-        + "cp.async.wait_group 1;"
-        + READ.format(10, "")
-    )
-    x = torch.arange(4 * 32 * 4, dtype=torch.int32)
-    found = run(COPY + lines, shared=4 * 512, blocks=2, **pointer(x))["%r10"]
-    assert (found[0] == ARRIVED).all() and (found[1] == ON_ITS_WAY).all()
 
 
 # Races
@@ -302,30 +251,6 @@ def test_a_write_over_what_another_warp_read_needs_a_barrier():
 def test_two_warps_that_write_the_same_bytes():
     with pytest.raises(Race, match=r"warp \d writes byte .* which warp \d wrote"):
         run(WRITE + "st.shared.b32 [%r2], %tid.x;", threads=64, shared=256)
-
-
-def test_neighbouring_bytes_are_no_race():
-    run(BASE + "mad.lo.s32 %r1, %tid.x, 2, %r100; st.shared.b16 [%r1], 1;", threads=64, shared=128)
-
-
-def test_lanes_that_name_no_row_of_ldmatrix_do_not_count():
-    body = (
-        BASE
-        + "and.b32 %r1, %tid.x, 31; shl.b32 %r1, %r1, 4; shr.u32 %r2, %tid.x, 5;"
-        + (
-            "shl.b32 %r2, %r2, 7; and.b32 %r4, %tid.x, 7; mad.lo.s32 %r4, %r4, 16, %r2;"
-            "add.s32 %r4, %r4, %r100; st.shared.v4.b32 [%r4], {%r5, %r5, %r5, %r5};"
-            "add.s32 %r6, %r1, %r2; add.s32 %r6, %r6, %r100;"
-        )
-    )
-    # Lanes 8 and above of warp 0 point at rows of warp 1.
-    run(body + "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r7}, [%r6];", threads=64, shared=2048)
-    with pytest.raises(Race):
-        run(
-            body + "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r7, %r8}, [%r6];",
-            threads=64,
-            shared=2048,
-        )
 
 
 def test_a_copy_counts_as_written_where_it_was_waited_for():

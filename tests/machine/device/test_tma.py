@@ -54,23 +54,6 @@ def expecting(bytes, load=LOAD):
 # Loads
 
 
-def test_a_map_that_is_passed_by_value():
-    """As a parameter of 128 bytes, whose address the kernel takes."""
-    x = torch.randn(20, 64)
-    body = "mov.b64 %rd1, snippet_param_0; cvta.param.u64 %rd1, %rd1;" + expecting(2048) + wait()
-    mapped = host_map(x, (16, 32), 0, ELEMENT_TYPES[x.dtype])
-    found = run(
-        body,
-        {"%r1": np.int32(0), "%r2": np.int32(8)},
-        threads=64,
-        shared=8192,
-        tensors=[x],
-        arguments=[("b8", mapped)],
-    )
-    wanted = torch.cat([x[8:, :32], torch.zeros(4, 32)])
-    assert (found["shared"][0, :2048].view(np.float32).reshape(16, 32) == wanted.numpy()).all()
-
-
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("at", [(0, 0), (8, 32), (-3, -5), (17, 60), (100, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -235,16 +218,6 @@ READY = (
 COMMIT = "cp.async.bulk.commit_group;"
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_a_box_is_stored_inside_of_the_tensor_alone(early):
-    x = torch.full((6, 16), -1.0)
-    body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
-    copies(body, x, (4, 16), (4, 0), early=early)
-    wanted = torch.full((6, 16), -1, dtype=torch.int32)
-    wanted[4:] = torch.arange(32, dtype=torch.int32).reshape(2, 16)
-    assert torch.equal(x[4:].view(torch.int32), wanted[4:]) and (x[:4] == -1).all()
-
-
 def test_a_store_needs_its_fence_and_its_wait():
     x = torch.zeros(4, 16)
     body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
@@ -289,15 +262,6 @@ def test_sums_of_the_same_bytes_wait_until_the_one_before_is_written(first, seco
         )
     other = second.replace("%r2", "%r5")  # four rows further down
     copies(f"{READY} mov.b32 %r5, 4; @%p1 {first} @%p1 {other} {WRITTEN}", x, (4, 16))
-
-
-@pytest.mark.parametrize("name", named("fence.mbarrier_init", "fence.acq_rel", "membar"))
-def test_ordinary_fences_order_neither_proxies_nor_warps(name):
-    body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
-    with pytest.raises(Unfenced):
-        copies(body.replace("fence.proxy.async.shared::cta", name), torch.zeros(4, 16), (4, 16))
-    with pytest.raises(Race, match="a warp wrote"):
-        copies(body.replace("bar.sync 0", name), torch.zeros(4, 16), (4, 16))
 
 
 # Tensor maps that the kernel makes
@@ -361,12 +325,6 @@ def test_a_map_that_the_kernel_makes():
 
 
 # Roles
-
-
-def test_elect():
-    found = run("elect.sync %r1|%p1, -1; elect.sync %r2|%p2, 0xF0;", threads=64)
-    assert np.array_equal(np.flatnonzero(found["%p1"]), [0, 32]) and (found["%r1"] == 0).all()
-    assert np.array_equal(np.flatnonzero(found["%p2"]), [4, 36]) and (found["%r2"] == 4).all()
 
 
 ROLES = f"""

@@ -263,45 +263,6 @@ def test_a_tile_outside_of_shared_memory_and_a_part_of_a_warp_group():
         run(product(line), registers, threads=64, shared=65536, begins=raw)
 
 
-def test_blocks_whose_loops_differ_in_length():
-    """The block that has left keeps its D, in flight or landed."""
-    line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False)
-    body = f"""
-        mov.b32 %r1, 0;
-        AGAIN: wgmma.fence.sync.aligned; {line.replace("KEEPS", "1")}
-        wgmma.commit_group.sync.aligned;
-        add.s32 %r1, %r1, 1;
-        setp.le.u32 %p2, %r1, %ctaid.x;
-        @%p2 bra AGAIN;
-        wgmma.wait_group.sync.aligned 0;
-    """
-    start = {f"%r{100 + i}": np.float32(0) for i in range(8)}
-    for early in (False, True):
-        found = run(
-            body, registers | start, threads=128, blocks=3, shared=65536, begins=raw, early=early
-        )
-        for block in range(3):
-            one = {name: x[block : block + 1] for name, x in found.items() if name[:2] == "%r"}
-            assert np.array_equal(result_of(one, n), (block + 1) * wanted)
-        waits = body.replace("add.s32 %r1", "wgmma.wait_group.sync.aligned 1; add.s32 %r1")
-        again = run(
-            waits, registers | start, threads=128, blocks=3, shared=65536, begins=raw, early=early
-        )
-        assert np.array_equal(again["%r100"], found["%r100"])
-
-
-def test_two_warp_groups_have_their_own_rows():
-    line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False)
-    other = raw.copy()
-    other[32768 + 8192 :] = raw[32768:-8192]  # A again, behind itself
-    addresses = np.where(np.arange(256) < 128, 0, 8192 >> 4).astype(np.uint64)
-    registers["%rd1"] = registers["%rd1"] + addresses
-    found = run(product(line), registers, threads=256, shared=65536, begins=other)
-    for half in (slice(0, 128), slice(128, 256)):
-        one = {name: x[:, half] for name, x in found.items() if name[:2] == "%r"}
-        assert np.array_equal(result_of(one, n), wanted)
-
-
 # stmatrix
 
 STMATRIX = sorted(n for n in INSTRUCTIONS if n.startswith("stmatrix"))

@@ -9,7 +9,7 @@ import numpy as np
 
 from .program import Op
 from .registry import Run, instruction
-from .values import TYPES, U32, Array
+from .values import TYPES, Array
 
 _LANE = np.arange(32)
 
@@ -87,23 +87,6 @@ def reduce_warp(op: Op) -> Run:
         total = reduce(value, axis=-1, keepdims=True).astype(TYPES[op.type])
         total = np.broadcast_to(total, value.shape).reshape(value.shape[0], -1)
         group.write(slot, total, mask)
-
-    return run
-
-
-@instruction("vote.sync.{any,all}.pred", "vote.sync.ballot.b32")
-def vote(op: Op) -> Run:
-    a, slot, kind = op.read(1, "pred"), op.destination(), op.parts[2]
-
-    def run(group):
-        mask = group.whole_warps(op)
-        value = group.by_warp(a(group.registers))
-        if kind == "ballot":
-            found = (value.astype(U32) << _LANE.astype(U32)).sum(-1, keepdims=True).astype(U32)
-        else:
-            found = (value.any if kind == "any" else value.all)(-1, keepdims=True)
-        found = np.broadcast_to(found, value.shape).reshape(value.shape[0], -1)
-        group.write(slot, found, mask)
 
     return run
 
