@@ -10,7 +10,7 @@ the target. What the tensors' device does change, and how the cache keys compare
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -157,9 +157,6 @@ class Trace:
     def launched(self, launch: Launch) -> None:
         self.launches.append(launch)
 
-    def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """One of PyTorch's own operators ran."""
-
 
 class _Pointer:
     """What Triton's binder reads of a tensor: dtype, alignment, and on AMD the extent."""
@@ -192,15 +189,9 @@ class _RunLaunchers(TorchDispatchMode):
 
     knows_our_operators = True  # else swapped modules leave them to their hosts
 
-    def __init__(self, trace: Trace):
-        super().__init__()
-        self.trace = trace
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace != "fastvit_kernels":
-            result = func(*args, **(kwargs or {}))
-            self.trace.called(func, args, result)
-            return result
+            return func(*args, **(kwargs or {}))
         with self:  # launchers may call operators
             return LAUNCHERS[func.overloadpacket.__name__](*args, **(kwargs or {}))
 
@@ -280,7 +271,7 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
             triton.knobs.compilation.scope(),
             on_absent_gpu(Gpu(target.name, target.num_sms, target.shared_limit)),
             FakeTensorMode(),
-            _RunLaunchers(trace),
+            _RunLaunchers(),
             backend("triton"),
         ):
             yield

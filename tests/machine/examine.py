@@ -56,20 +56,6 @@ def _modelled(
     )
 
 
-_GUESSED: dict[str, bool] = {}  # by kernel: whether a loop ends by what memory holds
-
-
-def is_modelled(launch: Launch) -> bool:
-    """Whether PTX says how often each of its loops runs: a kernel is asked once, for all shapes."""
-    key = launch.kernel.key
-    if key not in _GUESSED:
-        assert launch.code is not None
-        trips = longest_walk(launch.kernel.kernel, launch.arguments)
-        run = launch.code.blocks.executions(launch.integers, (0, 0, 0), launch.grid, trips=trips)
-        _GUESSED[key] = run.guessed
-    return not _GUESSED[key]
-
-
 def timed(launch: Launch) -> Timed:
     """The modelled time of a launch on a GPU that ROOFS lists."""
     kernel, code = launch.kernel, launch.code
@@ -89,6 +75,7 @@ class Examined(Kernel):
     products: str = ""  # waits and HGMMA of the hot loop, "2/8"
     useful: float | None = None  # multiply-adds that the shape asks for over those done
     faults: tuple[str, ...] = ()  # faults.py
+    digest: str = ""
 
 
 def examine(launch: Launch) -> Examined:
@@ -97,7 +84,7 @@ def examine(launch: Launch) -> Examined:
     kernel, code, roof = launch.kernel, launch.code, ROOFS.get(launch.kernel.arch)
     if code is None or roof is None:
         found = () if code is None else tuple(unfenced_copies(code))
-        return Examined(**vars(kernel), faults=found)
+        return Examined(**vars(kernel), faults=found, digest=launch.digest)
     hot = products = ""
     if (loop := hot_loop(code.loops)) is not None:
         own = sass.count(loop.own)
@@ -111,4 +98,5 @@ def examine(launch: Launch) -> Examined:
         products=products,
         useful=timed(launch).useful,
         faults=faults(code),
+        digest=launch.digest,
     )

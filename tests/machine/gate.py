@@ -54,8 +54,7 @@ class Compiled(NamedTuple):
 
     kernels: list[Examined]
     errors: list[str]  # what does not compile
-    digests: set[str]  # of what was compiled
-    known: set[str]  # of what was left out
+    met: set[str]  # digests of all that the cases ask for, compiled or left out
 
 
 _DONE: set[str] = set()  # digests of what this process has compiled for an earlier case
@@ -67,13 +66,13 @@ def _compile_case(task: tuple[str, str, frozenset[str]]) -> Compiled:
     kernels: dict[str, Examined] = {}
     try:
         trace = trace_step(CASES[case], TARGETS[arch], skip=known | _DONE)
-        for launch in trace.launches:
-            if launch.kernel.key not in kernels:
-                kernels[launch.kernel.key] = examine(launch)
     except CompileError as error:
-        return Compiled(list(kernels.values()), [f"{case}: {error}"], set(), set())
-    _DONE.update(trace.digests)
-    return Compiled(list(kernels.values()), [], trace.digests, trace.known & known)
+        return Compiled([], [f"{case}: {error}"], set())
+    for launch in trace.launches:
+        if launch.digest not in kernels:
+            kernels[launch.digest] = examine(launch)
+    _DONE.update(kernels)
+    return Compiled(list(kernels.values()), [], trace.met)
 
 
 def compile_cases(
@@ -86,11 +85,9 @@ def compile_cases(
     # spawned: a fork would carry the state of torch's and LLVM's threads
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(_compile_case, tasks))
-    kernels = {kernel.key: kernel for found in reversed(results) for kernel in found.kernels}
+    kernels = {kernel.digest: kernel for found in reversed(results) for kernel in found.kernels}
     errors = [error for found in results for error in found.errors]
-    digests = set().union(*(found.digests for found in results))
-    met = set().union(*(found.known for found in results))
-    return Compiled(list(kernels.values()), errors, digests, met)
+    return Compiled(list(kernels.values()), errors, set().union(*(found.met for found in results)))
 
 
 def rules_digest() -> str:
@@ -101,27 +98,19 @@ def rules_digest() -> str:
 
 
 class Record(NamedTuple):
-    """Beside the table: the triton that it is of, and the digests of what passed which rules."""
+    """Beside the table: the triton that it is of, and the rules that its kernels passed."""
 
     triton: str
     rules: str
-    digests: list[str]
 
     @classmethod
     def read(cls, table: Path) -> Record:
         path = table.with_suffix(".sha256")
-        version, rules, *digests = path.read_text().split() if path.is_file() else ("", "")
-        return cls(version, rules, digests)
+        version, rules, *_ = path.read_text().split() if path.is_file() else ("", "")
+        return cls(version, rules)
 
     def write(self, table: Path) -> None:
-        lines = (self.triton, self.rules, *sorted(self.digests), "")
-        table.with_suffix(".sha256").write_text("\n".join(lines))
-
-    def passed(self) -> set[str]:
-        """Digests of what need not be compiled again. One in sixteen is compiled all the same,
-        so that a record that lies is found."""
-        current = self.rules == rules_digest()
-        return {d for d in self.digests if d[0] != "0"} if current else set()
+        table.with_suffix(".sha256").write_text("\n".join((*self, "")))
 
 
 def run_gate(
@@ -136,32 +125,39 @@ def run_gate(
 
     Args:
         archs: targets; the table is written only where they are all.
-        changed: leave out what passed when the table was written, but for one in sixteen.
+        update: write the table, of what broke no rule.
+        changed: leave out what the table has by the same triton and rules; where no table is
+            written but for one in 64, so that one that lies is found.
         jobs: processes; one for each processor by default.
         every: compile each so many-th case; above 1 the rules apply, and no table is compared.
     """
     started = time.perf_counter()
-    record = Record.read(table)
-    known = record.passed() if changed else set()
+    record, now = Record.read(table), Record(triton.__version__, rules_digest())
+    try:
+        rows = read_table(table) if table.is_file() else {}
+    except ValueError as error:
+        print(f"{table} cannot be read: {error}")
+        return 1
+    known: set[str] = set()
+    if changed and record == now:
+        known = {digest for digest in rows if update or int(digest[:2], 16) >= 4}
     compiled = compile_cases(archs, jobs or os.cpu_count() or 1, known, every)
     kernels = compiled.kernels
     problems = compiled.errors + broken_rules(kernels)
+    left_out = compiled.met.intersection(known)
     if update:
-        write_table(kernels, table)
-        passed = [] if problems else sorted(compiled.digests)
-        Record(triton.__version__, rules_digest(), passed).write(table)
+        passed = [kernel for kernel in kernels if not broken_rules([kernel])]
+        write_table(passed, table, kept=[rows[digest] for digest in left_out])
+        now.write(table)
         print(f"wrote {table}")
     elif every > 1:
         print(f"every {every}th case, by the rules alone")
-    elif not table.is_file():
+    elif not rows:
         problems.append(f"there is no table {table}; write it with gate --update")
-    elif record.triton != triton.__version__:
-        print(f"{table} is of triton {record.triton}, this is {triton.__version__}: not compared")
+    elif record.triton != now.triton:
+        print(f"{table} is of triton {record.triton}, this is {now.triton}: not compared")
     else:
-        try:
-            regressions, remarks = compare(kernels, read_table(table), whole=not known)
-        except ValueError as error:
-            regressions, remarks = [f"{table} cannot be read: {error}"], []
+        regressions, remarks = compare(kernels, rows.values(), whole=not known)
         print(*remarks, sep="\n", end="\n" if remarks else "")
         problems += [f"more than {table} says: {line}" for line in regressions]
     print(*problems, sep="\n", end="\n" if problems else "")
@@ -169,7 +165,7 @@ def run_gate(
         count = sum(k.arch == arch for k in kernels)
         print(f"{arch}: {count} specialisations", end="; ")
     if changed:
-        print(f"{len(compiled.known)} not compiled, since they passed before", end="; ")
+        print(f"{len(left_out)} not compiled, since they passed before", end="; ")
     print(f"{time.perf_counter() - started:.0f} s")
     print("compile gate: " + (f"{len(problems)} problems" if problems else "every rule holds"))
     return 1 if problems else 0

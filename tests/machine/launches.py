@@ -1,8 +1,7 @@
 """The launches of a step with all that the gate and the model ask of them.
 
 `tracing` is that of aot.py, which compiles without launching; here a trace has besides the code of
-each kernel, what PyTorch's own operators do between the launches, and the digests of what was
-compiled, so that the gate can leave out what passed before.
+each kernel, and the digests of what was compiled, so that the gate can leave out what passed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ast
 import hashlib
 import io
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from types import ModuleType
@@ -36,6 +35,7 @@ def tensor_bytes(x: Tensor) -> int:
 class Launch(NamedTuple):
     """One launch of a step: the kernel, its grid, and what it was given."""
 
+    digest: str  # of all that decides its machine code
     kernel: Kernel
     code: Code | None  # None on AMD
     grid: tuple[int, ...]
@@ -44,37 +44,25 @@ class Launch(NamedTuple):
     tensor_bytes: int  # of its tensors, each element once
 
 
-class LibraryCall(NamedTuple):
-    """One call of PyTorch's own operators in a step: what it multiplies, reads and writes."""
-
-    name: str
-    M: int
-    N: int
-    K: int  # 0 where it is no product
-    tensor_bytes: int
-
-
 class Trace(aot.Trace):
     """What a step would launch on a target, in order.
 
     Args:
-        skip: digests of specialisations to leave out; `known` has those that were met.
+        skip: digests of specialisations to leave out; `met` has those of all, left out or not.
     """
 
     def __init__(self, target: Target, skip: Container[str] = ()):
         super().__init__()
         self.target, self.skip = target, skip
-        self.torch_calls: list[LibraryCall] = []
-        self.digests: set[str] = set()  # of what was compiled
-        self.known: set[str] = set()
+        self.met: set[str] = set()
+        self._digest = ""  # of what is being compiled
         self._read: dict[str, tuple[Kernel, Code | None]] = {}  # by key
 
     def wants(self, function: Any, given: dict[str, Any], options: dict[str, Any]) -> bool:
         words = f"{specialisation(function, given, sources)}|{options}"
-        digest = digest_of(function, words, self.target.name)
-        skipped = digest in self.skip
-        (self.known if skipped else self.digests).add(digest)
-        return not skipped
+        self._digest = digest_of(function, words, self.target.name)
+        self.met.add(self._digest)
+        return self._digest not in self.skip
 
     def compile(self, run: Callable[[], Any]) -> Any:
         with redirect_stdout(io.StringIO()) as remarks:  # where Triton prints them
@@ -87,11 +75,7 @@ class Trace(aot.Trace):
         if kernel.key not in self._read:
             code = None if self.target.is_amd else Code(compiled, num_warps(compiled))
             self._read[kernel.key] = inspect(compiled, self.target, kernel), code
-        self.launches.append(_launch(launch, *self._read[kernel.key]))
-
-    def called(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        if (call := _library_call(func, args, result)) is not None:
-            self.torch_calls.append(call)
+        self.launches.append(_launch(self._digest, launch, *self._read[kernel.key]))
 
 
 @contextmanager
@@ -110,7 +94,7 @@ def trace_step(step: Callable[[], Any], target: Target, skip: Container[str] = (
     return trace
 
 
-def _launch(launch: aot.Launch, kernel: Kernel, code: Code | None) -> Launch:
+def _launch(digest: str, launch: aot.Launch, kernel: Kernel, code: Code | None) -> Launch:
     given = launch.arguments
     integers: list[int | None] = []
     tensors: list[Tensor] = []
@@ -134,30 +118,7 @@ def _launch(launch: aot.Launch, kernel: Kernel, code: Code | None) -> Launch:
         for name, x in aot.by_field(given).items()
     }
     moved = sum(map(tensor_bytes, tensors))
-    return Launch(kernel, code, launch.grid, arguments, tuple(integers), moved)
-
-
-_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # -> place of the left operand
-
-
-def _library_call(func: Any, args: Sequence[Any], result: Any) -> LibraryCall | None:
-    """What a call of torch's operators costs; None for one that moves nothing: views, empty."""
-    name = func.overloadpacket.__name__
-    if (
-        func.namespace != "aten"
-        or func.is_view
-        or name.startswith(("empty", "new_empty", "_unsafe_view", "detach"))
-    ):
-        return None
-    tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
-    moved = sum(tensor_bytes(x) for x in tensors)
-    if not moved:
-        return None
-    M = N = K = 0
-    if (place := _PRODUCTS.get(name)) is not None:
-        *batch, M, K = args[place].shape
-        M, N = M * math.prod(batch), args[place + 1].shape[-1]
-    return LibraryCall(name, M, N, K, moved)
+    return Launch(digest, kernel, code, launch.grid, arguments, tuple(integers), moved)
 
 
 @cache

@@ -34,7 +34,6 @@ WAIT = 20  # cycles: a wgmma's latency beyond its throughput, and its ARRIVE
 BARRIER = 30
 LATENCY = 500  # of a load that comes from L2 or HBM
 START = 1500  # a program's first loads and last stores
-LIBRARY_START = 3200  # the same of a library's product
 LAUNCH = 2.0  # microseconds
 NORM = 3.0
 PROGRAMS = 24  # of a launch, whose branches are followed
@@ -55,9 +54,9 @@ class Roof(NamedTuple):
 
 # A100: 312 TFLOP/s, 19.5 of fp32, 5,120 bytes a cycle of L2 (NVIDIA's A100 whitepaper); of 2,039
 # GB/s as much as on the H200. Nothing published of products corrects it.
-# H200: 512 multiply-adds are 989 TFLOP/s at 1.83 GHz (NVIDIA's data sheet). At 1.52 GHz and with
-# LIBRARY_START products take what is published of cuBLAS, and with twice the A100's L2 of Triton; a
-# copy reaches 4,300 of 4,800 GB/s. mma.sync has 63 % of wgmma's rate (arXiv:2402.13499, table 8).
+# H200: 512 multiply-adds are 989 TFLOP/s at 1.83 GHz (NVIDIA's data sheet). At 1.52 GHz, and with
+# twice the A100's L2, products take what is published of cuBLAS and Triton; a copy reaches 4,300 of
+# 4,800 GB/s. mma.sync has 63 % of wgmma's rate (arXiv:2402.13499, table 8).
 # Tests say how far the model is from each published figure.
 ROOFS = {
     "sm_80": Roof("A100 80 GB", 108, 1.41, 0, 256, 2, 1830.0, 5120),

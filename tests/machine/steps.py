@@ -1,9 +1,8 @@
-"""The steps that the gate compiles."""
+"""The steps that the gate compiles; README.md says what for which target."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from fastvit_kernels.runtime.configs import forced
 from tests.machine.compile import model_step
 
 from . import attention_steps
-from .attention_steps import HEAD_DIMS, backward
+from .attention_steps import backward
 from .resources import GATED
 
 
@@ -61,38 +60,35 @@ def _blocks(
 def _rms_norm() -> None:
     """RMSNorm of the residual stream, fp32 to bf16 and bf16 alone, and of each head's queries;
     where a linear layer gave its input, with DropPath and without; and behind a branch."""
-    for C, dtype in ((768, torch.float32), (1024, torch.bfloat16), (3200, torch.bfloat16)):
+    for C, dtype in ((768, torch.float32), (3200, torch.bfloat16)):
         x = torch.empty(64, 257, C, dtype=dtype, requires_grad=True)
         weight = torch.empty(C, requires_grad=True)
         backward(*rms_norm_and_input(x, weight, out_dtype=torch.bfloat16))
-    for C, row_scale in itertools.product((768, 1024), (None, torch.empty(64))):
-        x = torch.empty(64, 257, C, dtype=torch.bfloat16, requires_grad=True)
-        fc_weight, fc_bias = (x.new_empty(s).requires_grad_() for s in ((C, C), (C,)))
-        residual = torch.empty(64, 257, C)
-        x = linear(x, fc_weight, fc_bias, residual=residual, row_scale=row_scale)
-        weight = torch.empty(C, requires_grad=True)
+    for row_scale in (None, torch.empty(64)):
+        x = torch.empty(64, 257, 768, dtype=torch.bfloat16, requires_grad=True)
+        fc_weight, fc_bias = (x.new_empty(s).requires_grad_() for s in ((768, 768), (768,)))
+        x = linear(x, fc_weight, fc_bias, residual=torch.empty(64, 257, 768), row_scale=row_scale)
+        weight = torch.empty(768, requires_grad=True)
         backward(*rms_norm_and_input(x, weight, out_dtype=torch.bfloat16))
-    for D in (64, 128):
-        q = torch.empty(64, 257, 16, D, dtype=torch.bfloat16, requires_grad=True)
-        backward(rms_norm(q, torch.empty(D, requires_grad=True)))
-    for C, dtype in ((768, torch.float32), (1152, torch.bfloat16)):
-        x, residual = torch.empty(64, 257, C, dtype=torch.bfloat16), torch.empty(64, 257, C)
-        params = x.requires_grad_(), torch.empty(C, requires_grad=True)
-        backward(rms_norm(*params, residual=residual.to(dtype).requires_grad_()))
+    q = torch.empty(64, 257, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    backward(rms_norm(q, torch.empty(64, requires_grad=True)))
+    x, residual = torch.empty(64, 257, 1152, dtype=torch.bfloat16), torch.empty(64, 257, 1152)
+    params = x.requires_grad_(), torch.empty(1152, requires_grad=True)
+    backward(rms_norm(*params, residual=residual.requires_grad_()))
 
 
 def _skipped_samples() -> None:
     """Both norms on kept samples, behind nothing and behind a linear layer that kept others."""
-    for C in (384, 1024):
-        weight = torch.empty(C, C, dtype=torch.bfloat16, requires_grad=True)
-        for norm in (layer_norm_and_input, rms_norm_and_input):
-            scale = torch.empty(C, requires_grad=True)
-            x = torch.empty(64, 197, C, requires_grad=True)
-            for _ in range(2):
-                samples = keep_samples(64, 0.4)
-                y, x = norm(x, scale, out_dtype=torch.bfloat16, samples=samples)
-                x = linear(y, weight, residual=x, row_scale=samples)
-            backward(x)
+    C = 768
+    weight = torch.empty(C, C, dtype=torch.bfloat16, requires_grad=True)
+    for norm in (layer_norm_and_input, rms_norm_and_input):
+        scale = torch.empty(C, requires_grad=True)
+        x = torch.empty(64, 197, C, requires_grad=True)
+        for _ in range(2):
+            samples = keep_samples(64, 0.4)
+            y, x = norm(x, scale, out_dtype=torch.bfloat16, samples=samples)
+            x = linear(y, weight, residual=x, row_scale=samples)
+        backward(x)
 
 
 def _head_norms(norm: str | None, D: int) -> dict[str, Any]:
@@ -113,10 +109,8 @@ def _rope() -> None:
     for H, D, R, norm in (
         (12, 64, 64, None),
         (12, 64, 64, "layer_norm"),
-        (16, 64, 60, None),
         (16, 80, 80, None),
-        (12, 64, 64, "rms_norm"),
-        (16, 128, 128, "layer_norm"),
+        (16, 128, 128, "rms_norm"),
     ):
         qkv = torch.empty(64, 201, 3, H, D, dtype=torch.bfloat16)
         q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
@@ -126,29 +120,20 @@ def _rope() -> None:
 
 def _learnt_tables() -> None:
     """Rotation by tables of each head that learn, both pairings, each norm."""
-    for H, D, norm in ((12, 64, None), (12, 64, "layer_norm"), (16, 80, "rms_norm")):
+    for H, D, norm in ((12, 64, None), (12, 64, "layer_norm")):
         q, k = torch.empty(64, 197, 3, H, D, dtype=torch.bfloat16).requires_grad_().unbind(2)[:2]
         cos, sin = torch.empty(1, H, 196, 2 * D, requires_grad=True).split(D, -1)
         _turn(q, k, cos, sin, 1, norm)
 
 
 def _rope_attention() -> None:
-    """The projection, both pairings, each norm and attention as one, short and long T."""
-    for T, H, D, norm in (
-        (201, 12, 64, None),
-        (261, 16, 64, "layer_norm"),
-        (1025, 16, 64, None),
-        (201, 12, 64, "rms_norm"),
-        (201, 16, 80, None),
-    ):
-        C = H * D
-        x = torch.empty(64, T, C, dtype=torch.bfloat16, requires_grad=True)
-        params = [x.new_empty(shape).requires_grad_() for shape in ((3 * C, C), (3 * C,))]
-        cos, sin = torch.empty(T - 5, 2 * D).split(D, 1)
-        given: dict[str, Any] = dict(num_heads=H, prefix_tokens=5, cos=cos, sin=sin)
-        given |= _head_norms(norm, D)
-        for interleaved in (False, True):
-            backward(rope_attention(x, *params, interleaved=interleaved, **given))
+    """The projection, its rotation and attention as one, and with a norm."""
+    for T, norm in ((201, None), (201, "layer_norm"), (1025, None)):
+        x = torch.empty(64, T, 768, dtype=torch.bfloat16, requires_grad=True)
+        params = [x.new_empty(shape).requires_grad_() for shape in ((2304, 768), (2304,))]
+        cos, sin = torch.empty(T - 5, 128).split(64, 1)
+        given: dict[str, Any] = dict(num_heads=12, prefix_tokens=5, cos=cos, sin=sin)
+        backward(rope_attention(x, *params, **given, **_head_norms(norm, 64)))
 
 
 def _gated_mlp() -> None:
@@ -171,18 +156,25 @@ def _gated_mlp() -> None:
             given |= {n: torch.empty(F, requires_grad=True) for n in names}
         backward(gated_mlp(**given, activation=activation))
 
-    for activation, dtype in itertools.product(
-        ("silu", "gelu", "gelu_tanh"), (torch.bfloat16, torch.float32)
+    for activation, dtype in (
+        ("silu", torch.bfloat16),
+        ("gelu", torch.float32),
+        ("gelu_tanh", torch.bfloat16),
     ):
         run(1536, 4096, dtype, activation, norm=False, packed=True)
-        for C, F in ((768, 2048), (1024, 2730)):
-            run(C, F, dtype, activation, norm=True, packed=False)
+    for C, F in ((768, 2048), (1024, 2730)):
+        run(C, F, torch.bfloat16, "silu", norm=True, packed=False)
     run(1280, 3420, torch.bfloat16, "silu", norm=False, packed=False)
-    for config in GATED_NORM_BWD.configs:
-        for F in (384, 1024, 2048, 4096):
-            if GATED_NORM_BWD.fits(here, config, 1 << (F - 1).bit_length()):
-                with forced(GATED_NORM_FWD.name, config), forced(GATED_NORM_BWD.name, config):
-                    run(768, F, torch.bfloat16, "gelu", norm=True, packed=False)
+    for config in GATED_NORM_BWD.configs:  # at the widest that it fits
+        widths = [F for F in (4096, 2048, 1024, 384) if GATED_NORM_BWD.fits(here, config, _up(F))]
+        if widths:
+            with forced(GATED_NORM_FWD.name, config), forced(GATED_NORM_BWD.name, config):
+                run(768, widths[0], torch.bfloat16, "gelu", norm=True, packed=False)
+
+
+def _up(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
 
 
 def _patches() -> None:
@@ -205,7 +197,7 @@ def _patches() -> None:
         backward(y)
 
     image, video = (64, 3, 224, 224), (8, 3, 16, 224, 224)
-    for patch in (16, 14):
+    for patch in (16, 14, 32):
         run(torch.empty(image), (patch, patch))
     run(torch.empty(image, dtype=torch.bfloat16, requires_grad=True), (16, 16), 49)
     run(torch.empty(image), (16, 16), 49)
@@ -230,26 +222,17 @@ def _gemm_configs() -> None:
             backward(mlp(*tensors, residual=residual))
 
 
-# What the gate compiles: every attention path, epilogue and dtype, widths from 64 to 1280.
+# What CASES holds: each kernel with each of its configs, epilogue, and dtype of fp32 and bf16 (fp16
+# has the code of bf16 but for conversions), once; widths from 192 to 1280.
 CASES: dict[str, Callable[[], None]] = {
-    "ViT-Ti/16, T=197": _blocks("vit_tiny_patch16_224"),
     "ViT-Ti/16, one image": _blocks("vit_tiny_patch16_224", batch=1),
-    "ViT-Ti/16, inference": _blocks("vit_tiny_patch16_224", batch=256, depth=1, train=False),
-    "ViT-S/16, T=197": _blocks("vit_small_patch16_224"),
-    "RMSNorm": _rms_norm,
-    "rotary embedding": _rope,
-    "rotary embedding, learnt": _learnt_tables,
-    "rotary attention": _rope_attention,
+    "ViT-S/16, inference": _blocks("vit_small_patch16_224", batch=256, depth=1, train=False),
     "ViT-B/16, T=197": _blocks("vit_base_patch16_224"),
-    "ViT-B/16, fp16": _blocks("vit_base_patch16_224", "fp16"),
     "ViT-B/16, fp32": _blocks("vit_base_patch16_224", "fp32"),
     "ViT-B/14, T=257": _blocks("vit_base_patch14_224", init_values=1e-5, drop_path_rate=0.2),
     "ViT-B/16, drop_path skipped": _blocks(
         "vit_base_patch16_224", init_values=1e-5, drop_path_rate=0.4, drop_path="skip"
     ),
-    "drop_path skipped": _skipped_samples,
-    "ViT-B/32, T=50": _blocks("vit_base_patch32_224"),
-    "ViT-B/16, T=1025": _blocks("vit_base_patch16_224", img_size=512),
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
     "ViT-H/14, D=80, activations stored": _blocks("vit_huge_patch14_224", recompute=False),
     "SigLIP so400m/14, D=72, dropout": _blocks(
@@ -263,50 +246,51 @@ CASES: dict[str, Callable[[], None]] = {
         attn_drop_rate=0.1,
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
-    "masked attention": attention_steps.masked_attention,
-    "masks in fp32": attention_steps.masks_in_fp32,
-    "packed sequences": attention_steps.packed_sequences,
-    "learnt bias": attention_steps.learnt_bias,
+    "drop_path skipped": _skipped_samples,
+    "RMSNorm": _rms_norm,
+    "rotary embedding": _rope,
+    "rotary embedding, learnt": _learnt_tables,
+    "rotary attention": _rope_attention,
     "gated MLP": _gated_mlp,
     "patches": _patches,
     "GEMM configs": _gemm_configs,
     "attention configs": attention_steps.attention_configs,
-    "attention, one image": attention_steps.one_image,
-    **{f"attention, D={D}": functools.partial(attention_steps.heads, D) for D in HEAD_DIMS},
+    "masked attention": attention_steps.masked_attention,
+    "masks in fp32": attention_steps.masks_in_fp32,
+    "packed sequences": attention_steps.packed_sequences,
+    "learnt bias": attention_steps.learnt_bias,
+    "few queries": attention_steps.few_queries,
+    "wide heads": attention_steps.wide_heads,
     **{
-        f"attention, D={D}, masks and dropout": functools.partial(attention_steps.dropped, D)
-        for D in HEAD_DIMS
+        f"attention, D={D}": functools.partial(attention_steps.heads, D)
+        for D in attention_steps.HEAD_DIMS
     },
-    **{
-        f"attention, D={D}": functools.partial(attention_steps.wide_heads, D)
-        for D in attention_steps.WIDE_HEAD_DIMS
-    },
-    "attention, few queries": attention_steps.few_queries,
 }
-# Targets whose code is another's, and what is compiled for them: the rules hold of both or of none.
-LIKE_OTHERS = {"sm_103": "sm_100", "sm_110": "sm_100", "sm_121": "sm_120"}
-SAMPLE = {"ViT-B/16, T=197", "masked attention", "patches"}
+# Where a kernel may spill, and no row is kept for each config: the same ops at their defaults.
+DEFAULTS = {
+    "ViT-B/16, T=197",
+    "ViT-B/16, fp32",
+    "ViT-H/14, D=80, activations stored",
+    "RMSNorm",
+    "rotary embedding",
+    "patches",
+    "masked attention",
+    "wide heads",
+    "attention, D=128",
+}
+# Targets whose code is another's but for the assembler: the rules hold of both or of none.
+LIKE_OTHERS = {
+    "sm_89": "sm_86",
+    "sm_103": "sm_100",
+    "sm_110": "sm_100",
+    "sm_120": "sm_86",
+    "sm_121": "sm_120",
+}
+SAMPLE = {"ViT-B/16, T=197", "masked attention"}
 
 
 def is_compiled(case: str, arch: str) -> bool:
     """Whether the gate compiles this one of CASES for a target."""
-    if arch in LIKE_OTHERS:
-        return case in SAMPLE
-    return arch in GATED or case in SAMPLE or case not in LISTED_ONLY
-
-
-# Their shared memory is that of other cases.
-LISTED_ONLY = {
-    "ViT-Ti/16, one image",
-    "ViT-B/16, fp16",
-    "masked attention",
-    "masks in fp32",
-    "learnt bias",
-    "attention, few queries",
-    "attention configs",
-    "attention, one image",
-    "rotary attention",
-    "packed sequences",
-    *(f"attention, D={D}" for D in (*HEAD_DIMS, *attention_steps.WIDE_HEAD_DIMS)),
-    *(f"attention, D={D}, masks and dropout" for D in HEAD_DIMS),
-}
+    if arch in GATED:
+        return True
+    return case in (SAMPLE if arch in LIKE_OTHERS else DEFAULTS)

@@ -1,225 +1,195 @@
-"""The compile gate's record of what passed: what is compiled again, and what is not."""
+"""The compile gate: what breaks a rule, what the table says, and what is compiled again."""
 
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from fastvit_kernels.runtime.triton import VERSION, triton
-from tests.machine import __main__ as command, gate
-from tests.machine.aot import TARGETS, specialisation
+from tests.machine import __main__ as command, gate, resources
+from tests.machine.aot import TARGETS
 from tests.machine.examine import Examined
+from tests.machine.table import COLUMNS, compare, read_table, row_of
 
 KERNEL = Examined(
-    kernel="layer_norm_fwd",
-    config="BLOCK_C=1024 w4 s3",
-    dtypes="bf16,fp32",
-    arch="sm_80",
-    registers=64,
+    kernel="linear_fwd",
+    config="BLOCK_M=128 w8 s3",
+    dtypes="bf16",
+    arch="sm_90",
+    registers=128,
     spills=0,
-    shared=16,
-    shared_limit=1024,
+    shared=98304,
+    shared_limit=TARGETS["sm_90"].shared_limit,
     warps_per_sm=16,
-    tensor_cores="",
-    needs_tensor_cores=False,
-    copies="",
-    seconds=0.0,
+    tensor_cores="wgmma",
+    needs_tensor_cores=True,
+    copies="cp.async",
+    seconds=0.5,
     key="k",
+    digest="f0",
 )
-DIGESTS = {"0a", "1a", "2a", "fa"}
+OTHER = replace(KERNEL, config="BLOCK_M=64 w4 s3", registers=64, digest="0a")
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the gate where compiling finds one kernel; returns its status and what it left out."""
-    asked = []
+    """Runs the gate where the cases ask for these kernels; its status, and what it compiled."""
 
-    def go(update=False, changed=False, kernel=KERNEL):
+    def go(*kernels, update=False, changed=False, errors=()):
+        compiled = []
+
         def compile_cases(archs, jobs, known, every):
-            asked.append(set(known))
-            return gate.Compiled([kernel], [], set(DIGESTS), set(known))
+            compiled.extend(k for k in kernels or (KERNEL, OTHER) if k.digest not in known)
+            met = {k.digest for k in kernels or (KERNEL, OTHER)}
+            return gate.Compiled(list(compiled), list(errors), met)
 
         monkeypatch.setattr(gate, "compile_cases", compile_cases)
-        status = gate.run_gate(["sm_80"], tmp_path / "table.csv", update, changed, 1)
-        return status, asked[-1]
+        status = gate.run_gate(["sm_90"], tmp_path / "table.csv", update, changed, 1)
+        return status, [k.digest for k in compiled]
 
     return go
 
 
-def test_what_passed_is_left_out_but_for_one_in_sixteen(run):
-    assert run(update=True) == (0, set())
-    assert run(changed=True) == (0, DIGESTS - {"0a"})  # of sixteen first digits one
-    assert run() == (0, set())
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(shared=232449), "232449 bytes of shared memory, a block has 232448"),
+        (dict(arch="gfx942", shared=232449, spills=8), "232449 bytes of shared memory"),
+        (dict(spills=8), "spills 8 bytes"),
+        (dict(arch="sm_120", spills=8), None),  # in the table, not refused
+        (dict(tensor_cores="mma"), "multiplies 16-bit tiles without wgmma"),
+        (dict(arch="sm_80", tensor_cores="mma"), None),
+        (dict(tensor_cores="", needs_tensor_cores=False), None),
+        (dict(arch="sm_103", faults=("no fence",), spills=8), "no fence"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_may_do(change, message):
+    found = gate.broken_rules([replace(KERNEL, **change)])
+    assert len(found) == (message is not None)
+    name = f"{change.get('arch', 'sm_90')} linear_fwd [BLOCK_M=128 w8 s3; bf16]"
+    assert message is None or found[0].startswith(f"{name}: {message}")
 
 
-def test_the_record_names_all_that_passed(run, tmp_path):
+def test_what_is_recorded_is_left_out_but_for_one_in_64(run, tmp_path):
+    assert run(update=True) == (0, ["f0", "0a"])
+    assert run(changed=True) == (0, [])
+    first = replace(KERNEL, digest="03")
+    assert run(first, OTHER, update=True)[0] == 0
+    assert run(first, OTHER, changed=True) == (0, ["03"])
+    assert run() == (0, ["f0", "0a"])
+    assert run(first, OTHER, update=True, changed=True) == (0, [])
+    assert {*read_table(tmp_path / "table.csv")} == {"03", "0a"}
+
+
+def test_an_update_of_what_has_changed_keeps_the_other_rows(run, tmp_path):
     run(update=True)
-    table, record = tmp_path / "table.csv", tmp_path / "table.sha256"
-    head = [triton.__version__, gate.rules_digest()]
-    assert record.read_text().split("\n") == [*head, *sorted(DIGESTS), ""]
-    assert gate.Record.read(table).passed() == DIGESTS - {"0a"}
-    run(update=True, kernel=replace(KERNEL, spills=8))
-    assert record.read_text().split() == head
-    assert gate.Record.read(tmp_path / "absent.csv").passed() == set()
+    new = replace(KERNEL, registers=160, digest="f1")
+    assert run(new, OTHER, update=True, changed=True) == (0, ["f1"])
+    rows = read_table(tmp_path / "table.csv")
+    assert {digest: row["registers"] for digest, row in rows.items()} == {"f1": "160", "0a": "64"}
 
 
-def test_each_rule_is_said_with_the_kernels_name():
-    def told(**changes):
-        return gate.broken_rules([replace(KERNEL, **changes)])
-
-    name = "{} layer_norm_fwd [BLOCK_C=1024 w4 s3; bf16,fp32]: {}"
-    assert told() == told(shared=1024) == []
-    big = "1025 bytes of shared memory, a block has 1024"
-    assert told(shared=1025) == [name.format("sm_80", big)]
-    assert told(arch="gfx942", shared=1025, spills=8) == [name.format("gfx942", big)]
-    assert told(spills=8) == [name.format("sm_80", "spills 8 bytes a thread")]
-    assert told(faults=("a", "b")) == [name.format("sm_80", each) for each in "ab"]
-    assert told(arch="sm_120", spills=8) == []
-    assert told(arch="sm_103", faults=("a",), spills=8) == [name.format("sm_103", "a")]
-    slow = name.format("sm_90", "multiplies 16-bit tiles without wgmma")
-    sm_90 = dict(arch="sm_90", needs_tensor_cores=True)
-    assert told(**sm_90, tensor_cores="mma") == [slow]
-    assert told(**sm_90, tensor_cores="wgmma") == told(arch="sm_90", tensor_cores="mma") == []
-    assert told(needs_tensor_cores=True, tensor_cores="mma") == []
-
-
-def test_what_is_compiled_of_which_case(monkeypatch):
-    """Kernels of all processes, each once; what a process found wrong; what it left out."""
-    other = replace(KERNEL, key="other")
-    answers = {
-        "one": gate.Compiled([KERNEL], ["one: no"], {"a"}, {"k"}),
-        "two": gate.Compiled([KERNEL, other], [], {"b"}, set()),
-    }
-    seen = []
-
-    class Pool:
-        def __init__(self, jobs, context):
-            pass
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def map(self, function, tasks):
-            seen.extend(tasks)
-            return [answers[case] for _, case, _ in tasks]
-
-    monkeypatch.setattr(gate, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(gate, "CASES", dict.fromkeys(answers))
-    monkeypatch.setattr(gate, "is_compiled", lambda case, arch: (case, arch) != ("two", "gfx942"))
-    found = gate.compile_cases(["sm_80", "gfx942"], 1, ["k"])
-    assert [task[:2] for task in seen] == [("sm_80", "one"), ("sm_80", "two"), ("gfx942", "one")]
-    assert {known for *_, known in seen} == {frozenset({"k"})}
-    assert sorted(k.key for k in found.kernels) == ["k", "other"]
-    assert found[1:] == (["one: no"] * 2, {"a", "b"}, {"k"})
-
-
-def test_what_is_left_of_a_launch_when_it_is_named():
-    """Equal names, equal machine code: what is not named would hide a change."""
-    function = SimpleNamespace(
-        __qualname__="store",
-        params=[
-            SimpleNamespace(
-                name=n,
-                is_constexpr=n == "B",
-                do_not_specialize=n == "T",
-                do_not_specialize_on_alignment=n == "M",
-            )
-            for n in ("x", "M", "T", "n", "B")
-        ],
-    )
-
-    def named(n=3, B=16, x=None, M=3, T=3):
-        given = {"x": torch.empty(4) if x is None else x, "M": M, "T": T, "n": n, "B": B}
-        return specialisation(function, given)
-
-    assert named().startswith("store|") and named().count("|") == 5
-    assert named(M=16) == named() == named(T=16) == named(T=1) != named(M=1)
-    assert len({named(), named(M=2**31), named(T=2**31)}) == 3
-    assert named() == named(5) and named(16) == named(32) and named(1.5) == named(2.5)
-    values = (3, 16, 1, 2**31 + 3, 2**31, (3, 16), (16, 3), 2.5, None)
-    assert len({named(n) for n in values}) == len(values)
-    assert named(B=16) != named(B=32)
-    assert named(x=torch.empty(9)) == named() != named(x=torch.empty(5)[1:])
-    assert named(x=torch.empty(4).half()) != named() == named(x=torch.empty(8)[4:])
-
-
-def test_what_broke_a_rule_is_compiled_again(run):
-    assert run(update=True, kernel=replace(KERNEL, spills=8)) == (1, set())
-    assert run(changed=True) == (0, set())
-
-
-def test_other_rules_are_asked_of_every_kernel(run, monkeypatch):
-    run(update=True)
-    monkeypatch.setattr(gate, "rules_digest", lambda: "other")
-    assert run(changed=True) == (0, set())
-
-
-def test_what_does_not_compile_is_a_problem(monkeypatch, tmp_path, capsys):
-    answer = gate.Compiled([KERNEL], ["a case: it does not compile"], set(DIGESTS), set())
-    monkeypatch.setattr(gate, "compile_cases", lambda *_: answer)
-    table = tmp_path / "table.csv"
-    assert gate.run_gate(["sm_80"], table, False, False, 1) == 1, "there is no table"
-    assert f"there is no table {table}" in capsys.readouterr().out
-    assert gate.run_gate(["sm_80"], table, True, False, 1) == 1
-    assert gate.Record.read(table).passed() == set()
-    assert gate.run_gate(["sm_80"], table, False, False, 1) == 1
+def test_what_breaks_a_rule_is_not_recorded(run, capsys):
+    spilling = replace(KERNEL, spills=8)
+    assert run(spilling, OTHER, update=True)[0] == 1
+    assert run(spilling, OTHER, changed=True) == (1, ["f0"])
+    assert run(OTHER, changed=True, errors=["a case: it does not compile"])[0] == 1
     out = capsys.readouterr().out
     assert "a case: it does not compile\n" in out and "compile gate: 1 problems" in out
-    assert "sm_80: 1 specialisations" in out
 
 
-def test_a_change_still_has_to_keep_to_the_table(run, capsys):
+def test_other_rules_and_another_triton_ask_every_kernel(run, monkeypatch, tmp_path, capsys):
+    assert run()[0] == 1 and "there is no table" in capsys.readouterr().out
     run(update=True)
-    assert run(changed=True, kernel=replace(KERNEL, registers=65))[0] == 1
-    assert "registers 64 -> 65" in capsys.readouterr().out
-
-
-def test_rows_that_were_left_out_are_not_gone(run, capsys):
-    run(update=True)
-    other = replace(KERNEL, config="BLOCK_C=512 w4 s3")
-    run(changed=True, kernel=other)
-    assert "no longer compiled" not in capsys.readouterr().out
-    run(kernel=other)
-    assert "no longer compiled" in capsys.readouterr().out
-
-
-def test_a_table_of_another_triton_is_not_compared(run, tmp_path, capsys):
-    run(update=True)
+    with monkeypatch.context() as context:
+        context.setattr(gate, "rules_digest", lambda: "other")
+        assert run(changed=True) == (0, ["f0", "0a"])
     record = tmp_path / "table.sha256"
     record.write_text(record.read_text().replace(triton.__version__, "3.0.0", 1))
-    assert run(kernel=replace(KERNEL, registers=65))[0] == 0
+    assert run(replace(KERNEL, registers=129), changed=True) == (0, ["f0"])
     assert "is of triton 3.0.0" in capsys.readouterr().out
-    (tmp_path / "table.csv").write_text("arch,kernel\n")
-    record.write_text(record.read_text().replace("3.0.0", triton.__version__, 1))
+    (tmp_path / "table.csv").write_text(",".join(COLUMNS[:-1]))
     assert run()[0] == 1
-    assert "cannot be read: it has the columns arch, kernel" in capsys.readouterr().out
+    assert "cannot be read: it has the columns arch, kernel, " in capsys.readouterr().out
 
 
-def test_what_the_command_is_told_reaches_the_gate(monkeypatch, tmp_path, capsys):
+def test_what_is_more_than_the_table_says(run, capsys):
+    """Of a config the worst of its specialisations; one more is a remark, and one less."""
+    name = "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]"
+    recorded = [row_of(k) for k in (KERNEL, OTHER, replace(KERNEL, arch="sm_100"))]
+    assert compare([KERNEL, OTHER], recorded) == ([], [])
+    mixed = replace(KERNEL, registers=96, shared=98305)
+    assert compare([mixed, OTHER], recorded)[0] == [
+        f"{name}: registers 128 -> 96, shared 98304 -> 98305"
+    ]
+    assert compare([mixed, replace(mixed, shared=1, registers=129)], recorded)[0] == [
+        f"{name}: registers 128 -> 129, shared 98304 -> 98305"
+    ]
+    regressions, (better, gone) = compare([replace(KERNEL, registers=96)], recorded)
+    assert regressions == [] and better == f"better than the table: {name}: registers 128 -> 96"
+    assert gone == "no longer compiled: sm_90 linear_fwd BLOCK_M=64 w4 s3 bf16"
+    new = replace(KERNEL, config="BLOCK_M=32 w4 s3")
+    told = "not in the table: sm_90 linear_fwd [BLOCK_M=32 w4 s3; bf16]"
+    assert compare([new], recorded, whole=False) == ([], [told])
+    run(update=True)
+    assert run(replace(KERNEL, registers=129, digest="f1"), changed=True)[0] == 1
+    assert "registers 128 -> 129" in capsys.readouterr().out
+
+
+def test_what_the_command_is_told_reaches_the_gate(monkeypatch, capsys):
     asked = []
     here = [name for name, t in TARGETS.items() if t.least_triton <= VERSION]
     monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
     assert command.main(["gate", "--arch", "sm_80", "--changed", "--jobs", "3"]) == 1
-    assert command.main(["gate", "--update", "--table", "t.csv"]) == 1
+    assert command.main(["gate", "--update", "--changed"]) == 1
     assert command.main(["gate", "--every", "23"]) == 1
     assert asked == [
         (["sm_80"], gate.TABLE, False, True, 3, 1),
-        (here, Path("t.csv"), True, False, None, 1),
+        (here, gate.TABLE, True, True, None, 1),
         (here, gate.TABLE, False, False, None, 23),
     ]
-    for words in (["--arch", "sm_80"], ["--changed"], ["--every", "2"]):
+    for words in (["--arch", "sm_80"], ["--every", "2"]):
         with pytest.raises(SystemExit):
             command.main(["gate", "--update", *words])
         assert "--update writes every row" in capsys.readouterr().err
-    assert len(asked) == 3
+
+
+def test_limits_are_the_programming_guides():
+    """Shared memory of an SM in KB, warps, blocks; a block has all of it but 1 KB."""
+    guide = {
+        "sm_80": (164, 64, 32),
+        "sm_86": (100, 48, 16),
+        "sm_89": (100, 48, 24),
+        "sm_90": (228, 64, 32),
+        "sm_100": (228, 64, 32),
+        "sm_103": (228, 64, 32),
+        "sm_110": (228, 48, 24),
+        "sm_120": (100, 48, 24),
+        "sm_121": (100, 48, 24),
+    }
+    nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
+    found = {n: (sm.shared // 1024, sm.warps, sm.blocks) for n, sm in resources.SMS.items()}
+    assert found == guide
+    assert all(t.shared_limit == (guide[name][0] - 1) * 1024 for name, t in nvidia.items())
+    assert TARGETS["gfx942"].is_amd and TARGETS["gfx942"].shared_limit == 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "warps"),
+    [
+        (255, 0, 8, 8),  # 255 registers are allocated as 256: 65536 / 256 threads
+        (32, 0, 4, 64),
+        (32, 0, 1, 32),  # by blocks
+        (32, 113 * 1024, 4, 8),  # two blocks of 113 + 1 KB in 228
+        (32, 114 * 1024, 4, 4),
+    ],
+)
+def test_warps_per_sm(registers, shared, num_warps, warps):
+    assert resources._warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps
 
 
 DIGEST_OF = """
@@ -283,3 +253,13 @@ def test_a_digest_names_everything_that_changes_the_code(tmp_path):
     )
     changed = [DIGEST_OF.replace(*edit) for edit in edits]
     assert len({same, *map(digest, changed)}) == 4  # what a function calls, and reads
+
+
+def test_the_record_is_of_these_rules():
+    """Of others it says nothing, and CI compiles every kernel again: run gate --update."""
+    assert gate.Record.read(gate.TABLE).rules == gate.rules_digest()
+    assert all(
+        float(row["spills"]) == 0
+        for row in read_table(gate.TABLE).values()
+        if row["arch"] in resources.GATED
+    )

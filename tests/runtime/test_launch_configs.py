@@ -13,7 +13,7 @@ from fastvit_kernels.runtime.backend import Gpu, backend, on_absent_gpu
 from fastvit_kernels.runtime.compat import FakeTensorMode
 from fastvit_kernels.runtime.configs import TABLES, ConfigTable, forced, install, recording
 from tests.check.all_configs import launches_left_out
-from tests.machine.aot import TARGETS, Trace, _RunLaunchers
+from tests.machine.aot import TARGETS, _RunLaunchers
 
 
 class Config(NamedTuple):
@@ -172,7 +172,7 @@ def test_every_default_ships_and_fits(gpu):
         backend("triton"),
         recording() as choices,
         FakeTensorMode(),
-        _RunLaunchers(Trace()),
+        _RunLaunchers(),
     ):
         for call, arguments in _calls():
             call(*arguments)
