@@ -151,8 +151,10 @@ def run(arguments: argparse.Namespace) -> int:
     every = [(dtype, case) for dtype in dtypes for case in cases_on(device, dtype)]
     pairs = [(dtype, case) for dtype, case in every if arguments.only in case.name]
     if not pairs:
-        known = ", ".join(dict.fromkeys(case.name for _, case in every))
-        raise CommandError(f"--only {arguments.only}: no case; there are {known}")
+        known = ", ".join(dict.fromkeys(case.name.split(",")[0] for _, case in every))
+        raise CommandError(
+            f"--only {arguments.only}: no case has it in its name; there are cases of {known}"
+        )
     results: list[Result] = []
     started = time.perf_counter()
     console = make_console(quiet=arguments.json)

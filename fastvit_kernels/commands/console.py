@@ -37,7 +37,9 @@ def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
         yield
     except errors as error:
         reason = " ".join(str(error).split())[:400] or type(error).__name__
-        reason = f"it lacks {reason}" if isinstance(error, KeyError) else reason
+        if isinstance(error, KeyError):  # an unpickler's key is a number, which says nothing
+            named = error.args and isinstance(error.args[0], str)
+            reason = f"it lacks {reason}" if named else "the file is damaged"
         raise CommandError(f"{what}: {reason}") from error
 
 

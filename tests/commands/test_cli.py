@@ -141,6 +141,15 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "said"), [("config", "it lacks 'config'"), (174812789, "the file is damaged")]
+)
+def test_a_key_that_is_missing_is_named_if_it_says_something(key, said):
+    mistake = pytest.raises(console.CommandError, match=f"run.pt: {said}")
+    with mistake, console.refusing("run.pt", KeyError):
+        {}[key]
+
+
 def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_path):
     (tmp_path / "needs_another.py").write_text("import a_package_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
