@@ -258,6 +258,8 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
     lead = shape(q)[:-2]
     need(eq(shape(k)[:-2], lead) and eq(shape(v)[:-2], lead), "heads that broadcast")
     need(eq(shape(v)[-2:], shape(k)[-2:]), "values of another width than keys")
+    # the host's gradient of the scores is 0 there, and ours 0 but for rounding
+    need(not eq(shape(k)[-2], 1), "a softmax over one key")
     need(eq(shape(n), shape(q)), "a result of another shape")
     need(val(q).dtype == val(k).dtype, "queries and keys of different dtypes")
     for mask in (*scores.masks, *(hidden for hidden, _ in scores.hidden)):
