@@ -61,16 +61,25 @@ class Found(NamedTuple):
     Attributes:
         wrong: what the twin does otherwise; "" where it is the same.
         reports: of the twin's graphs.
+        dynamo: what torch.compile(backend="eager") does otherwise, where ours does the same.
     """
 
     wrong: str
     reports: list[GraphReport]
+    dynamo: str = ""
 
 
 def compiled(model: nn.Module) -> nn.Module:
     """The model in place under torch.compile with our backend."""
     torch.compiler.reset()
     model.compile(backend=fastvit_kernels, options={"compiler": "eager"})
+    return model
+
+
+def traced(model: nn.Module) -> nn.Module:
+    """The model in place under torch.compile without a backend: what Dynamo makes of it."""
+    torch.compiler.reset()
+    model.compile(backend="eager")
     return model
 
 
@@ -92,7 +101,7 @@ def in_float64(model: nn.Module, inputs: Any) -> Found:
     """
     host = copy.deepcopy(model).double().train()
     twin = compiled(copy.deepcopy(host))
-    before = copy.deepcopy(host)
+    before, unchanged = copy.deepcopy(host), copy.deepcopy(host)
     wanted, actual = training_step(host, inputs), training_step(twin, inputs)
     if isinstance(wanted, Exception):
         if isinstance(actual, Exception):
@@ -105,6 +114,9 @@ def in_float64(model: nn.Module, inputs: Any) -> Found:
         again = training_step(before, inputs)
         if isinstance(again, Exception) or difference(wanted, again):
             raise NotShrunk("the host does not repeat a training step with the same seed")
+        by_dynamo = training_step(traced(unchanged), inputs)
+        if not isinstance(by_dynamo, Exception) and not difference(by_dynamo, actual):
+            return Found("", reports_of(twin), dynamo=difference(wanted, by_dynamo))
     return Found(wrong, reports_of(twin))
 
 

@@ -43,7 +43,7 @@ class Row:
     Attributes:
         share: percent of the products' and attention's FLOPs that run in our ops, in float64 and in
             fp32 (in float64 a host that rounds to fp32 inside is left as it is); "" if not run.
-        run: "same", "not run: why", or "WRONG: what".
+        run: "same", "as torch.compile, not as the host: what", "not run: why", or "WRONG: what".
         left: the reasons for the rest, the most FLOPs first.
     """
 
@@ -101,6 +101,10 @@ def run_model(host: str, name: str, known: Mapping[str, Row]) -> tuple[Row, str]
             refused = refused or str(error) or "it has no small version"
             continue
         row.share_float64 = f"{share_of(found.reports):.1f}"
+        if found.dynamo:
+            row.share, row.graphs = row.share_float64, str(len(found.reports))
+            row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
+            return row, key
         fp32 = in_fp32(model, inputs)
         row.share, row.graphs = f"{share_of(fp32.reports):.1f}", str(len(fp32.reports))
         row.left = reasons_of(fp32.reports)
