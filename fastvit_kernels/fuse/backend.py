@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .dynamo import guard_hooks, module_path
-from .graph import Decline, Graph
+from .graph import Decline, Graph, is_foreign_linear
 from .normalise import bodies, forget_fakes, is_checkpoint, keep_sources, normalised
 from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
@@ -104,7 +104,9 @@ def rewrite_body(
     for n in gm.graph.nodes:
         if flops := flops_of(n):
             reason = g.reasons.get(n, "no rule for this operation")
-            report.left.append(Left(path_of(n), op(n), flops, reason))
+            if is_foreign_linear(n):
+                reason = "its weight is a tensor subclass, which is called as it is"
+            report.left.append(Left(path_of(n), op(n) or "linear", flops, reason))
     report.rules += g.fired
     report.fused_flops = report.flops - sum(left.flops for left in report.left)
     gm.graph.lint()
@@ -144,7 +146,7 @@ def by_inductor(
 
 def flops_of(n: Node) -> int:
     """FLOPs of a product that no op of ours runs, by its sizes' hints."""
-    name = op(n)
+    name = "linear" if is_foreign_linear(n) else op(n)
     if name not in PRODUCTS or not isinstance(val(n), Tensor):
         return 0
     if name == "einsum" and len(n.all_input_nodes) == 1:  # an order of axes

@@ -41,6 +41,7 @@ from .views import (
 aten = torch.ops.aten
 DEVICES = tuple(kind for kind in ("cpu", "cuda") if torch.amp.is_autocast_available(kind))
 TELL_STRIDES = {"as_strided", "set_", "resize", "stride", "is_contiguous", "empty_like"}
+LINEARS = (torch.nn.functional.linear, aten.linear.default)
 # Their schemas hide that they write to running statistics or to a weight.
 HIDDEN_WRITES = {"batch_norm", "instance_norm", "_batch_norm_impl_index", "embedding_renorm"}
 
@@ -93,9 +94,17 @@ def is_opaque(n: Node) -> bool:
     return n.target.namespace not in ("aten", "prims") or n.target._opname in HIDDEN_WRITES
 
 
+def is_foreign_linear(n: Node) -> bool:
+    """Whether a linear has a tensor subclass as its weight, a quantised one for example: opaque,
+    but it only reads."""
+    return n.op == "call_function" and n.target in LINEARS and is_opaque(n)
+
+
 def writes(n: Node) -> set[int]:
     """Storages that a node may write to, by its operator's schema."""
     if is_opaque(n):
+        if is_foreign_linear(n):
+            return set()
         return storages([val(a) for a in n.all_input_nodes])
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
         return set()

@@ -405,3 +405,22 @@ def test_timm_layer_arguments():
     torch.testing.assert_close(model(x), host(x), rtol=1e-4, atol=1e-5)
     for name in ("norm", "blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp", "patch_embed"):
         assert status(model.get_submodule(name)).graphs, name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_linears_are_called_and_the_rest_is_fused():
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torch.manual_seed(0)
+    host = timm_vit().requires_grad_(False)
+    quantization.quantize_(host.blocks, quantization.Int8WeightOnlyConfig())
+    host.patch_embed.requires_grad_(True)
+    swapped = copy.deepcopy(host)
+    swap_in(swapped)
+    x = Digits().images[:4]
+    for model in (host, swapped):
+        model(x).square().mean().backward()
+    ours, theirs = (m.patch_embed.proj.weight.grad for m in (swapped, host))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    left = status(swapped).left
+    assert {row.op for row in left} == {"linear"} and len(left) == 4 * len(host.blocks)
+    assert all("tensor subclass" in row.reason for row in left)
