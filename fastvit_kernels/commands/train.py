@@ -52,12 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--seed", help="of weights, split, order, augmentation (default 0)")
     add("--compile", action="store_const", const=True, help="torch.compile the model")
     add("--no-check", dest="check", action="store_false", help="train without the check before")
-    add(
-        "--workers",
-        type=options.within(int, 0, options.MOST_PROCESSES),
-        metavar="N",
-        help="readers (default 4)",
-    )
+    readers = options.within(int, 0, options.MOST_PROCESSES)
+    add("--workers", type=readers, metavar="N", help="readers (default 4)")
     options.add(parser, "--out", help="run folder (default: the first free runs/NAME-N)")
     add("--resume", action="store_true", help="go on with the run in --out")
 
