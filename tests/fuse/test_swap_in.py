@@ -157,7 +157,7 @@ def test_a_swapped_model_is_freed_with_its_graphs(regional):
         del model
         kept.append(alive(FakeTensor))
         assert gone() is None
-    assert alive(GraphModule) == graphs
+    assert alive(GraphModule) <= graphs
     # torch keeps a fake of each input of a graph; a graph's results would be many more
     assert kept[2] - kept[1] <= 3 * len(list(vit().parameters()))
 

@@ -18,6 +18,7 @@ OPERATIONS = ("add_", "sub_", "mul_", "div_", "masked_fill_")
 
 def as_new(g: Graph, n: Node) -> None:
     x = n.args[0]
+    need(op(x) != "bernoulli_", "a mask of samples, which drop_path='skip' looks for")
     base = source(x, [])  # type: ignore[arg-type]
     own = storages(val(base))
     borrowed = any(storages(val(a)) & own for a in base.all_input_nodes)
