@@ -91,7 +91,6 @@ FLOATS = {
     "--lr": ("1e-12", "1000"),
     "--time-budget": ("0.01", str(options.MOST)),
     "--seconds": ("10", str(options.MOST)),
-    "--threshold": ("0", str(options.MOST)),
 }
 JUNK = (
     "-1",

@@ -180,6 +180,8 @@ def counting() -> Iterator[Count]:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
         named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        for constants in [x for x in named.values() if hasattr(x, "_asdict")]:
+            named |= constants._asdict()
         mode.add(name, (args, kwargs), left_out(name, named))
 
     def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
