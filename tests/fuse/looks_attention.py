@@ -425,14 +425,14 @@ WRITTEN = {
 # Masks ----------------------------------------------------------------------------------------
 
 
-def hides(*size: int) -> Tensor:
-    return torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.4
+# made here: in a forward, a generator would end the graph between the scores and their mask
+HIDES = torch.rand((16, 16), generator=torch.Generator().manual_seed(2)) < 0.4
 
 
 def some_hidden(kit: Kit, s: Tensor) -> Tensor:
     """Every row sees itself."""
     T = s.shape[-1]
-    return hides(T, T) & ~torch.eye(T, dtype=torch.bool)
+    return HIDES[:T, :T] & ~torch.eye(T, dtype=torch.bool)
 
 
 def all_of_a_row(kit: Kit, s: Tensor) -> Tensor:
@@ -453,6 +453,15 @@ def infinite(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kit, s: torch.zeros(s.shape[-2:], dtype=s.dtype).masked_fill(hidden(kit, s), -INF)
 
 
+# Without gradients: by a row that is hidden whole the host's values get NaN, and with a kernel the
+# queries and keys get it, too.
+HIDDEN_ROWS = {
+    "filled, a whole row": filled(-INF, all_of_a_row),
+    "where not": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF).softmax(-1)),
+    "where, whole row": scores_of(
+        lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s).softmax(-1)
+    ),
+}
 MASKS = {
     "learnt": masked_by(learnt),
     "learnt, one query": masked_by(lambda kit, s: learnt(kit, s)[:, :1]),
@@ -493,7 +502,6 @@ MASKS = {
         lambda kit, s, x: s.masked_fill(kit.cos[:4, :4] > 0, -INF).softmax(-1)
     ),
     "filled": filled(-INF),
-    "filled, a whole row": filled(-INF, all_of_a_row),
     "filled, inf": filled(INF),
     "filled, nan": filled(math.nan),
     "filled, finite": filled(-1e4),
@@ -531,16 +539,20 @@ MASKS = {
     "filled, then negated": scores_of(
         lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -0.3).softmax(-1)
     ),
+    "filled, then negated by head": scores_of(
+        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -kit.per_head).softmax(-1)
+    ),
+    "where, then nought by head": scores_of(
+        lambda kit, s, x: (
+            torch.where(some_hidden(kit, s), -INF, s) * (kit.per_head * 0.0)
+        ).softmax(-1)
+    ),
     "where": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), -INF, s).softmax(-1)),
-    "where not": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF).softmax(-1)),
     "where, finite": scores_of(
         lambda kit, s, x: torch.where(some_hidden(kit, s), s, -1e4).softmax(-1)
     ),
     "where, tensors": scores_of(
         lambda kit, s, x: torch.where(some_hidden(kit, s), s, s.transpose(-2, -1)).softmax(-1)
-    ),
-    "where, whole row": scores_of(
-        lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s).softmax(-1)
     ),
     "tril": scores_of(
         lambda kit, s, x: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF).softmax(
@@ -807,6 +819,7 @@ def attention_hosts() -> list[Host]:
         *table("structure", STRUCTURES, inputs=square),
         *table("written", WRITTEN, inputs=square),
         *table("mask", MASKS, inputs=square),
+        *table("hidden row", HIDDEN_ROWS, inputs=square, context=torch.no_grad),
         *table("sdpa mask", SDPA_MASKS, inputs=square),
         *table("rotation", ROTATIONS, inputs=square),
         *table("structure of tokens", STRUCTURES, inputs=tokens),

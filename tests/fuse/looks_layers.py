@@ -23,6 +23,20 @@ def rms(
     return (x if again is None else again) * torch.rsqrt(x.pow(power).mean(**(ROWS | mean)) + eps)
 
 
+def marked(x: Tensor) -> Tensor:
+    """A copy whose first column another view has written to."""
+    copy = x.clone()
+    copy[..., 0] = 0.5
+    return copy
+
+
+def rms_of_marked_copy(kit: Kit, x: Tensor) -> Tensor:
+    copy = x.clone()
+    scale = torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
+    copy.view(-1)[::3] = 2.0
+    return kit.o(copy * scale * kit.rms.weight)
+
+
 NORMS = {
     "layer_norm": lambda kit, x: kit.o(kit.n(x)),
     "over two axes": lambda kit, x: F.layer_norm(x, x.shape[1:]),
@@ -80,6 +94,9 @@ NORMS = {
     "rms, a tensor for a weight": lambda kit, x: rms(x) * x,
     "rms, weight twice": lambda kit, x: rms(x) * kit.rms.weight * kit.ls,
     "rms of another": lambda kit, x: rms(x, again=kit.q(x)),
+    "rms of another's copy": lambda kit, x: rms(x, again=kit.q(x).clone()),
+    "rms, a copy written to": lambda kit, x: rms(x, again=marked(x)),
+    "rms, a copy written to in between": rms_of_marked_copy,
     "rms of the detached": lambda kit, x: rms(x.detach(), again=x),
     "rms, detached product": lambda kit, x: rms(x, again=x.detach()),
     "rms, rsqrt detached": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6).detach(),

@@ -4,6 +4,9 @@ A softmax written out gives NaN for a row of -inf, our kernels 0. So a mask that
 finite carries the NaN:
 
     mask   ->   where(all(mask == -inf, -1), nan, mask)
+
+The gradients are then NaN as the host's are: all of them under an added mask; under one that is
+filled in the host's queries and keys have numbers, its values alone NaN.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def written_rms_norm(g: Graph, n: Node) -> None:
     """From rsqrt: the statistics before it, the products after it."""
     path: list[Node] = []
     x, wide, eps = mean_square(n, path)
-    root = product(g, n, wide)
+    root = product(g, n, wide, path)
     need(root is not None, "rsqrt of a mean square that does not multiply x")
     path += [n]
     last, weight = root, None
@@ -100,16 +100,15 @@ def mean_square(n: Node, path: list[Node]) -> tuple[Node, Node, float]:
     return x, wide, float(eps)
 
 
-def product(g: Graph, n: Node, wide: Node) -> Node | None:
+def product(g: Graph, n: Node, wide: Node, path: list[Node]) -> Node | None:
     """x * rsqrt(...), x in the dtype of the statistics."""
+    x = same_tensor(wide, [])
     for user in g.readers(n):
         if op(user) == "mul" and len(user.args) == 2:
             other = user.args[0] if user.args[1] is n else user.args[1]
-            if (
-                is_tensor(other)
-                and other is not n
-                and same_tensor(other, []) is same_tensor(wide, [])
-            ):
+            copies: list[Node] = []
+            if is_tensor(other) and other is not n and same_tensor(other, copies) is x:
+                path += copies
                 return user
     return None
 

@@ -226,6 +226,7 @@ def chosen(found: Scores, at: Node) -> Node:
 def filled(found: Scores, at: Node, y: Any, value: Any, condition: Any, hides: bool) -> Node:
     """-inf where a boolean mask is `hides`."""
     need(value == -math.inf, "scores under a mask are set to a finite number")
+    need(not found.head_scales, "a mask under a scale that may be negative")
     need(
         val(condition).dtype == torch.bool and eq(shape(y), shape(at)), "a mask that is no boolean"
     )
