@@ -303,7 +303,16 @@ def masked_by(make: Callable[..., Any]) -> Any:
     return scores_of(lambda kit, s, x: (s * D**-0.5 + make(kit, s)).softmax(-1))
 
 
+def written_behind(kit: Kit, x: Tensor) -> Tensor:
+    """A product of matrices keeps copies of strided values, so that autograd allows this."""
+    q, k, v = separate(kit, x)
+    o = join((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+    v.detach().mul_(2.0)
+    return kit.o(o)
+
+
 WRITTEN = {
+    "values written to behind": written_behind,
     "as it is": scores_of(lambda kit, s, x: (s * D**-0.5).softmax(-1)),
     "over sqrt": scores_of(lambda kit, s, x: (s / math.sqrt(D)).softmax(-1)),
     "no scale": scores_of(lambda kit, s, x: s.softmax(-1)),

@@ -220,10 +220,12 @@ def finish(
     g.replace(root, in_place_of(g, root, n, out), gone, rule)
 
 
-def check_kept(g: Graph, root: Node) -> None:
-    """Our attention keeps its result for the backward, as no matrix product does."""
-    written = val(root).requires_grad and g.is_written([root], root, g.graph.output_node())
-    need(not written, "the result of attention is written to")
+def check_kept(g: Graph, root: Node, *operands: Node | None) -> None:
+    """Our attention keeps its result and what it reads for the backward, as products of matrices
+    that they copied first do not."""
+    kept = [root, *(n for n in operands if n is not None)]
+    written = val(root).requires_grad and g.is_written(kept, root, g.graph.output_node())
+    need(not written, "what attention keeps is written to")
 
 
 def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:
@@ -253,7 +255,7 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attent
         enable_gqa=enable_gqa,
     )
     root, way = joined(g, n)
-    check_kept(g, root)
+    check_kept(g, root, call.q, call.k, call.v, mask)
     gone = g.absorb([*call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, fk.scaled_dot_product_attention, call.q, call.k, call.v, **options)
     if root is n:
