@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -124,6 +125,7 @@ class Swapped:
         where = self.name if self.method == "forward" else f"{self.name}.{self.method}".strip(".")
         self.calls = Calls(where, self.name)
         self.compiled: Callable[..., Any] | None = None
+        self.entry = ""
         self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
         self.looked = self.method != "forward"
@@ -170,6 +172,8 @@ class Swapped:
             if not isinstance(error, self.tracing_errors) and "\nfrom user code:" not in text:
                 raise
             failure = f"{type(error).__name__}: {' '.join(text.split())[:200]}"
+            if self.has_begun(error):
+                failure += "; in this call what comes before that ran twice"
         else:
             if not self.looked:
                 self.look()
@@ -194,11 +198,17 @@ class Swapped:
             self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
             backend = functools.partial(_compile_graph, self.settings, self.calls)
             entry = _entry(self)
+            self.entry = entry.__name__
             weakref.finalize(self, dynamo.forget, entry.__code__).atexit = False
             return torch.compile(entry, backend=backend)
         except (ImportError, AttributeError) as error:
             self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
             return self.host
+
+    def has_begun(self, error: Exception) -> bool:
+        """Whether parts of the forward, before a graph break, had run when a later one failed."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return any(frame.f_code.co_name == self.entry for frame in frames)
 
     def run_host(self, why: str) -> None:
         """From now on, and say so."""

@@ -867,10 +867,35 @@ def _(x):
     raise RuntimeError("wrong here")
 
 
+class UntraceableEnd(Untraceable):
+    """Counts its calls before a graph break; what comes behind that cannot be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_what_ran_twice_before_an_untraceable_part_is_said():
+    model, host = swapped_and_host(UntraceableEnd())
+    x = torch.randn(2, 8)
+    with pytest.warns(RuntimeWarning, match="what comes before that ran twice"):
+        assert_same(model(x), host(x))
+    assert model.calls == 2
+    model(x)
+    assert model.calls == 3
+
+
 def test_what_dynamo_cannot_trace_runs_its_host_and_says_so_once():
     model, host = swapped_and_host(Untraceable())
     x = torch.randn(2, 8)
-    with pytest.warns(RuntimeWarning, match=r"torch\._dynamo cannot trace it \(TorchRuntimeError"):
+    with pytest.warns(RuntimeWarning, match=r"torch\._dynamo cannot trace it") as found:
         assert_same(model(x), host(x))
+    assert "TorchRuntimeError" in str(found[0].message)
+    assert "ran twice" not in str(found[0].message)
     with no_warning():
         assert_same(model(x), host(x))
