@@ -59,12 +59,15 @@ def _small(png: str) -> str:
 
 
 def printed(notebook: Any) -> list[str]:
-    """What each code cell prints, without numbers and their width; "image" for a figure."""
+    """What each code cell prints, without numbers and their width; "image" for a figure.
+
+    What packages write to stderr depends on which are installed.
+    """
     found = []
     for cell in notebook["cells"]:
         text = ""  # of several messages: where one ends is chance
         for output in cell.get("outputs", ()):
-            part = output.get("text", "")
+            part = output.get("text", "") if output.get("name") != "stderr" else ""
             text += "".join(part) if isinstance(part, list) else part
             text += " image" if "image/png" in output.get("data", {}) else ""
         text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
