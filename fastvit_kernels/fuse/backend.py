@@ -106,7 +106,7 @@ def rewrite_body(
             reason = g.reasons.get(n, "no rule for this operation")
             if is_foreign_linear(n):
                 reason = "its weight is a tensor subclass, which is called as it is"
-            report.left.append(Left(path_of(n), op(n) or "linear", flops, reason))
+            report.left.append(Left(path_of(n), product_name(n), flops, reason))
     report.rules += g.fired
     report.fused_flops = report.flops - sum(left.flops for left in report.left)
     gm.graph.lint()
@@ -144,9 +144,13 @@ def by_inductor(
 # What a forward multiplies ------------------------------------------------------------------
 
 
+def product_name(n: Node) -> str:
+    return "linear" if is_foreign_linear(n) else op(n)
+
+
 def flops_of(n: Node) -> int:
     """FLOPs of a product that no op of ours runs, by its sizes' hints."""
-    name = "linear" if is_foreign_linear(n) else op(n)
+    name = product_name(n)
     if name not in PRODUCTS or not isinstance(val(n), Tensor):
         return 0
     if name == "einsum" and len(n.all_input_nodes) == 1:  # an order of axes

@@ -73,8 +73,8 @@ _HOP = re.compile(r"\.(?:forward(?:_\w+)?|encode_\w+|get_\w+)\.module(?![^.])")
 
 def module_path(source: str) -> str:
     """ "blocks.0.attn" of "L['self']._modules['blocks']._modules['0'].attn"."""
-    path = re.sub(r"\.__dict__\['_modules'\]\['([^']*)'\]", r".\1", source)
-    path = re.sub(r"\._modules\['([^']*)'\]|\[(\d+)\]", r".\1\2", path)
+    modules = r"(?:\._modules|\.__dict__\['_modules'\])\['([^']*)'\]"
+    path = re.sub(rf"{modules}|\[(\d+)\]", r".\1\2", source)
     path = re.sub(r"^L\['swapped'\]\.module(?![^.])|^L\['\w+'\]", "", path)
     return _HOP.sub("", path).strip(".")
 
