@@ -183,6 +183,10 @@ class Run:
 
         return len(fk.status(self.model).graphs)
 
+    def graphs_grown(self) -> int:
+        """How many were made since `first_graphs` was set; 0 before that."""
+        return 0 if self.first_graphs is None else self.graphs() - self.first_graphs
+
 
 def train(
     make: Callable[[], nn.Module],
@@ -203,19 +207,19 @@ def train(
     settled = steps // 2 + min(epoch + 1, steps // 4)
     losses: list[Tensor] = []
     memory: list[tuple[int, int]] = []
-    started, graphs, first = time.perf_counter(), 0, 0
+    started, graphs = time.perf_counter(), 0
     for step, (images, labels) in enumerate(itertools.islice(batches(size, seed), steps)):
         if step == steps // 2:
-            graphs += run.graphs() - first if first else 0
-            file, run, first = run.checkpoint(), Run(make(), size), 0
+            graphs += run.graphs_grown()
+            file, run = run.checkpoint(), Run(make(), size)
             run.load(file)
         lr = size.lr * min((step + 1) / warm, (steps - step) / (steps - warm))
         losses.append(run.step(images, labels, lr, precision))
         if step % (steps // 2) == epoch:
-            first = run.graphs()
+            run.first_graphs = run.graphs()
         if step in (settled, steps - 1):
             memory.append((live_tensors() - len(losses), used_bytes()))
-    graphs += run.graphs() - first if first else 0
+    graphs += run.graphs_grown()
     (tensors, used), (last_tensors, last_used) = memory[0], memory[-1]
     accuracy = held_out_accuracy(run.ema.module, precision) if evaluate else float("nan")
     seconds = time.perf_counter() - started
