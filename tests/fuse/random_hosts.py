@@ -1,10 +1,10 @@
-"""python -m tests.fuse.random_hosts --seed S --count N [--library]: random ViTs, each as its host.
+"""python -m tests.fuse.random_hosts --seed S --count N [--blocks]: random ViTs, each as its host.
 
 A model is drawn from the spellings of its parts: patches, blocks of attention and MLP with norms,
 scales and drops, a head; some parts are changed as a stranger would (see `changes`). Dtype, mode,
 frozen parts, autocast and the batch of a second call are drawn, too.
 
-With --library they are blocks of timm and transformers, their settings drawn from the signatures
+With --blocks they are blocks of timm and transformers, their settings drawn from the signatures
 of their own constructors.
 """
 
@@ -334,8 +334,8 @@ def settings_of(rng: random.Random, make: Callable[..., Any], given: dict[str, A
     return found
 
 
-def library_block(rng: random.Random) -> tuple[str, Callable[[], Any]]:
-    """A block's name with its settings, and what builds it; one that its library accepts."""
+def packaged_block(rng: random.Random) -> tuple[str, Callable[[], Any]]:
+    """A block's name with its settings, and what builds it; one that its package accepts."""
     name = rng.choice([*TIMM, *TRANSFORMERS])
     if name in TIMM:
         module, kind = name.split()
@@ -352,10 +352,10 @@ def library_block(rng: random.Random) -> tuple[str, Callable[[], Any]]:
     return f"{kind} {how} {settings}", lambda: make(configure(**settings, attn_implementation=how))
 
 
-def library_host(seed: int, number: int) -> Host:
+def packaged_host(seed: int, number: int) -> Host:
     rng = random.Random(f"library {seed} {number}")
     while True:
-        name, build = library_block(rng)
+        name, build = packaged_block(rng)
         how = dict(train=rng.random() < 0.7, prepare=frozen(rng))
         host = Host(f"library {seed}.{number}: {name}", lambda: None, module=build, **how)  # type: ignore[arg-type]
         try:
@@ -369,10 +369,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--library", action="store_true")
+    parser.add_argument("--blocks", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    draw = library_host if given.library else random_host
+    draw = packaged_host if given.blocks else random_host
     return min(1, run_all(draw(given.seed, i) for i in range(given.count)))
 
 

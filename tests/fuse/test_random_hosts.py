@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fuse.hosts import check
-from tests.fuse.random_hosts import library_host, random_host
+from tests.fuse.random_hosts import packaged_host, random_host
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -14,10 +14,10 @@ def test_a_random_vit_is_the_host(number):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("number", range(16))
-def test_a_librarys_block_of_random_settings_is_the_host(number):
+def test_a_packages_block_of_random_settings_is_the_host(number):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
-    check(library_host(0, number))
+    check(packaged_host(0, number))
 
 
 def test_a_seed_draws_the_same_again():

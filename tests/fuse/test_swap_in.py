@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 from swapped import assert_same, assert_same_step, images, no_warning, swapped_and_host, vit
-from torch import nn
+from torch import library, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -857,7 +857,7 @@ class Untraceable(nn.Module):
         return self.linear(no_fake(x))
 
 
-@torch.library.custom_op("fastvit_tests::no_fake", mutates_args=())
+@library.custom_op("fastvit_tests::no_fake", mutates_args=())
 def no_fake(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 

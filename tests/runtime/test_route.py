@@ -22,9 +22,8 @@ from private import (
     zero_without_memory,
 )
 from tiny_calls import every_launch, op_and_inputs, step
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.autograd.functional import jacobian
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
@@ -239,7 +238,7 @@ def test_operator_fakes_and_schemas(op):
             out.backward(torch.ones_like(out))
     assert fakes.calls
     for operator, args in fakes.calls.items():
-        opcheck(operator, args, test_utils=("test_schema",))
+        library.opcheck(operator, args, test_utils=("test_schema",))
 
 
 # What a step multiplies: a call, its tensors' shapes, and the numbers of its attention, B H T T D.
