@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
+from fastvit_kernels.fuse.swap import swap_in
 from fastvit_kernels.measure.model_errors import (
     errors_beside,
     largest,
@@ -76,6 +77,16 @@ def compiled(model: nn.Module) -> nn.Module:
     return model
 
 
+def by_block(model: nn.Module) -> nn.Module:
+    """The model in place with a graph for each block that repeats; with one where none does."""
+    torch.compiler.reset()
+    try:
+        swap_in(model, regional=True)
+    except ValueError:
+        return compiled(model)
+    return model
+
+
 def traced(model: nn.Module) -> nn.Module:
     """The model in place under torch.compile without a backend: what Dynamo makes of it."""
     torch.compiler.reset()
@@ -83,26 +94,28 @@ def traced(model: nn.Module) -> nn.Module:
     return model
 
 
-def training_step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
-    """`run_step` of a model that may refuse, with its buffers and the state of the generator."""
+def step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
+    """`run_step` of a model that may refuse, with its buffers and the state of the generator; a
+    forward alone where it is in eval mode."""
     try:
-        found = run_step(model, inputs, SEED)
+        with torch.set_grad_enabled(model.training):
+            found = run_step(model, inputs, SEED)
     except Exception as error:
         return error
     found |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
     return found | {"the random generator": torch.get_rng_state()}
 
 
-def in_float64(model: nn.Module, inputs: Any) -> Found:
-    """A training step in float64, with DropPath and dropout as the model has them and one seed, the
-    same to 1e-9 of the largest value.
+def in_float64(model: nn.Module, inputs: Any, training: bool = True) -> Found:
+    """A training step, or a forward in eval mode, in float64, with DropPath and dropout as the
+    model has them and one seed, the same to 1e-9 of the largest value.
 
-    Raises: NotShrunk where the host refuses this training step, or does not repeat it.
+    Raises: NotShrunk where the host refuses this step, or does not repeat it.
     """
-    host = copy.deepcopy(model).double().train()
+    host = copy.deepcopy(model).double().train(training)
     twin = compiled(copy.deepcopy(host))
     before, unchanged = copy.deepcopy(host), copy.deepcopy(host)
-    wanted, actual = training_step(host, inputs), training_step(twin, inputs)
+    wanted, actual = step(host, inputs), step(twin, inputs)
     if isinstance(wanted, Exception):
         if isinstance(actual, Exception):
             raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
@@ -111,10 +124,10 @@ def in_float64(model: nn.Module, inputs: Any) -> Found:
         return Found(f"raises {type(actual).__name__}: {actual}", reports_of(twin))
     wrong = difference(wanted, actual)
     if wrong:
-        again = training_step(before, inputs)
+        again = step(before, inputs)
         if isinstance(again, Exception) or difference(wanted, again):
-            raise NotShrunk("the host does not repeat a training step with the same seed")
-        by_dynamo = training_step(traced(unchanged), inputs)
+            raise NotShrunk("the host does not repeat a step with the same seed")
+        by_dynamo = step(traced(unchanged), inputs)
         if not isinstance(by_dynamo, Exception) and not difference(by_dynamo, actual):
             return Found("", reports_of(twin), dynamo=difference(wanted, by_dynamo))
     return Found(wrong, reports_of(twin))
@@ -142,22 +155,42 @@ def difference(wanted: dict[str, Tensor], actual: dict[str, Tensor]) -> str:
     return ""
 
 
-def in_fp32(model: nn.Module, inputs: Any) -> Found:
-    """A training step in fp32 by the 2x rule against the host in float64.
+def by_2x_rule(
+    model: nn.Module,
+    inputs: Any,
+    regional: bool = False,
+    autocast: torch.dtype | None = None,
+) -> Found:
+    """A training step in fp32, or under autocast, by the 2x rule against the host in float64; the
+    twin has one graph, or one a block.
 
     Both errors are one draw, so what is beyond the rule must be so for a second seed, too.
     """
-    found = in_fp32_by(SEED, model, inputs)
-    return in_fp32_by(SEED + 1, model, inputs) if found.wrong else found
+    swap = by_block if regional else compiled
+    found = _by_2x_rule(SEED, model, inputs, swap, autocast)
+    return _by_2x_rule(SEED + 1, model, inputs, swap, autocast) if found.wrong else found
 
 
-def in_fp32_by(seed: int, model: nn.Module, inputs: Any) -> Found:
-    oracle = run_step(copy.deepcopy(model).double().train(), inputs, seed)
-    twin = compiled(copy.deepcopy(model).float().train())
-    actual = run_step(twin, inputs, seed)
-
+def _by_2x_rule(
+    seed: int,
+    model: nn.Module,
+    inputs: Any,
+    swap: Callable[[nn.Module], nn.Module],
+    autocast: torch.dtype | None,
+) -> Found:
     def specification() -> dict[str, Tensor]:
-        return run_step(copy.deepcopy(model).float().train(), inputs, seed)
+        return run_step(copy.deepcopy(model).float().train(), inputs, seed, autocast)
+
+    oracle = run_step(copy.deepcopy(model).double().train(), inputs, seed)
+    twin = swap(copy.deepcopy(model).float().train())
+    try:
+        actual = run_step(twin, inputs, seed, autocast)
+    except Exception as error:
+        try:
+            specification()
+        except Exception:
+            raise NotShrunk(f"the host raises, too: {error}"[:100]) from error
+        return Found(f"raises {type(error).__name__}: {error}", reports_of(twin))
 
     def floats(found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {n: x for n, x in found.items() if oracle[n].is_floating_point()}
@@ -165,7 +198,10 @@ def in_fp32_by(seed: int, model: nn.Module, inputs: Any) -> Found:
     if actual.keys() != oracle.keys():
         return Found(f"other tensors: {sorted(actual.keys() ^ oracle.keys())}", reports_of(twin))
     errors = errors_beside(
-        floats(actual), lambda: floats(specification()), floats(oracle), torch.float32
+        floats(actual),
+        lambda: floats(specification()),
+        floats(oracle),
+        autocast or torch.float32,
     )
     failed = [e for e in errors if not e.passed]
     return Found(f"2x rule: {failed[0]}" if failed else "", reports_of(twin))

@@ -111,9 +111,6 @@ def _swin_overrides(name: str) -> dict[str, Any]:
     return small | (dict(patch_size=4) if "_cr_" in name or "s3" in name else {})
 
 
-NARROW = ("vit_", "deit", "beit", "eva", "swin", "dinov")  # timm's names that timm_small takes
-
-
 def _timm_overrides(name: str) -> dict[str, Any]:
     if name.startswith("swin"):
         return _swin_overrides(name)
@@ -148,11 +145,25 @@ def torchvision_names() -> list[str]:
     return [n for n in models.list_models() if n.startswith(("vit_", "swin_", "maxvit"))]
 
 
-def torchvision_small() -> tuple[nn.Module, Tensor]:
-    from torchvision.models import VisionTransformer
+def torchvision_small(name: str) -> tuple[nn.Module, Tensor]:
+    """A small model of this torchvision name, with a batch of two images."""
+    from torchvision import models
 
-    model = VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7)
-    return model, torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    size = 64 if name.startswith("swin") else 48
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    if name.startswith("vit_"):
+        return models.VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7), x
+    if name.startswith("swin"):
+        second = "_v2_" in name
+        parts = models.swin_transformer
+        block = parts.SwinTransformerBlockV2 if second else parts.SwinTransformerBlock
+        merging = parts.PatchMergingV2 if second else parts.PatchMerging
+        model = models.SwinTransformer(
+            [4, 4], 32, [2, 2], [2, 2], [4, 4], block=block, downsample_layer=merging, num_classes=7
+        )
+        return model, x
+    model = models.MaxVit((64, 64), 16, 4, [32, 64], [1, 1], 16, 0.2, num_classes=7)
+    return model, torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
 _HF_SMALL = dict(
@@ -256,8 +267,6 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     """A small model with DropPath for a row of the coverage table, None where there is none."""
     if host == "timm":
-        if not name.startswith(NARROW):
-            return None
         rates = {} if name.startswith("swin") else {"drop_path_rate": 0.3}
         try:
             return timm_small(name, **rates)
@@ -266,7 +275,7 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     if host == "nn":
         return NN[name](), torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(0))
     if host == "torchvision":
-        return torchvision_small() if name.startswith("vit_") else None
+        return torchvision_small(name)
     for key, (model_class, _, _) in HF_MODELS.items():
         if model_class == name:
             rates = {"drop_path_rate": 0.3} if key.startswith(("dinov", "beit", "vjepa2")) else {}

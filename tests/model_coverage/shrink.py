@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -142,17 +144,58 @@ def _timm_candidates(name: str) -> Iterator[Candidate]:
     own = full.input_size[-1] if full is not None else 224
     generator = torch.Generator().manual_seed(0)
 
-    def build(settings: dict[str, Any]) -> nn.Module:
-        model = timm.create_model(name, pretrained=False, num_classes=7, **settings)
-        shrink_repeats(model)
+    def build(narrow: int, repeats: bool, settings: dict[str, Any]) -> nn.Module:
+        with narrower_timm(narrow):
+            model = timm.create_model(name, pretrained=False, num_classes=7, **settings)
+        if not repeats:
+            shrink_repeats(model)
         set_drop_path(model)
         return model
 
-    for size in (64, 96, 128, own):
-        for settings in ({"drop_path_rate": DROP_PATH}, {}):
-            for shape in ({"img_size": size}, {}):
-                x = torch.randn(2, 3, size, size, generator=generator)
-                yield 1, partial(build, {**settings, **shape}), {"x": x}
+    # Some layers that are the same are no blocks one after the other: those models stay as deep
+    for narrow, repeats in ((1, False), (2, False), (4, False), (8, False), (1, True)):
+        for size in (64, 96, 128, own):
+            for settings in ({"drop_path_rate": DROP_PATH}, {}):
+                for shape in ({"img_size": size}, {}):
+                    x = torch.randn(2, 3, size, size, generator=generator)
+                    builder = partial(build, narrow, repeats, {**settings, **shape})
+                    yield narrow if not repeats else -narrow, builder, {"x": x}
+
+
+TIMM_WIDTHS = re.compile(r"(embed_dims?|dims|widths|channels|num_heads|num_groups|stem_width)$")
+
+
+def _narrow(value: Any, factor: int, key: str = "") -> Any:
+    """A setting of timm's with its widths and heads, and those of what it holds, by the factor."""
+    if isinstance(value, Mapping):
+        return type(value)((k, _narrow(v, factor, k)) for k, v in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value)}
+        return replace(value, **{k: _narrow(v, factor, k) for k, v in parts.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(_narrow(v, factor, key) for v in value)
+    if type(value) is int and TIMM_WIDTHS.search(key):
+        return max(value // factor, 1)
+    return value
+
+
+@contextmanager
+def narrower_timm(factor: int) -> Iterator[None]:
+    """Models that timm builds inside have their widths and heads divided by the factor."""
+    import timm.models
+
+    def build_by(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def narrower(cls: type, variant: str, *args: Any, **kwargs: Any) -> nn.Module:
+            return build(cls, variant, *args, **_narrow(kwargs, factor))
+
+        return narrower
+
+    rooms = [m for m in vars(timm.models).values() if hasattr(m, "build_model_with_cfg")]
+    with ExitStack() as stack:
+        for room in rooms if factor > 1 else ():
+            build = build_by(room.build_model_with_cfg)
+            stack.enter_context(patch.object(room, "build_model_with_cfg", build))
+        yield
 
 
 # transformers

@@ -1,9 +1,11 @@
 """How much of each model of the installed host libraries our backend fuses: coverage.csv.
 
-Each model is made small and runs a training step in a process of its own, under
-torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as it is: outputs, all
-gradients, buffers and random numbers in float64, and the 2x rule in fp32. Models that are the same
-once they are small run once. A run that was ended goes on where it was; --again begins anew.
+Each model is made small and runs in a process of its own, under
+torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as it is: a training
+step and a forward in eval mode in float64, with outputs, all gradients, buffers and random numbers
+the same; training steps in fp32, and swapped in by block under bf16 autocast, by the 2x rule.
+Models that are the same once they are small run once. A run that was ended goes on where it was;
+--again begins anew. --sample N runs N of the models and holds their shares against the table.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,13 @@ from fastvit_kernels.fuse.report import GraphReport
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 from . import model_zoo, shrink
-from .compare import fingerprint, in_float64, in_fp32, randomize
+from .compare import by_2x_rule, fingerprint, in_float64, randomize
 from .model_zoo import HOSTS
 
 TABLE = Path(__file__).with_name("coverage.csv")
 TRIED = 5  # cut models of a name of which the host refuses a training step
 REASONS = 3  # that a row names
+NEAR = 2.0  # points of a share that a sample may lose
 
 
 @dataclass
@@ -42,7 +46,8 @@ class Row:
 
     Attributes:
         share: percent of the products' and attention's FLOPs that run in our ops, in float64 and in
-            fp32 (in float64 a host that rounds to fp32 inside is left as it is); "" if not run.
+            fp32 (in float64 a host that rounds to fp32 inside is left as it is), and of the blocks
+            that repeat under bf16 autocast; "" if not run.
         run: "same", "as torch.compile, not as the host: what", "not run: why", or "WRONG: what".
         left: the reasons for the rest, the most FLOPs first.
     """
@@ -52,6 +57,7 @@ class Row:
     model: str
     share: str = ""
     share_float64: str = ""
+    share_blocks: str = ""
     graphs: str = ""
     run: str = ""
     left: str = ""
@@ -84,6 +90,37 @@ def small_models(host: str, name: str) -> Iterator[tuple[Any, Any]]:
     yield from shrink.candidates(host, name)
 
 
+def judge(row: Row, model: Any, inputs: Any) -> Row:
+    """The row with what a small model gave. Raises: NotShrunk where the host refuses."""
+    found = in_float64(model, inputs)
+    row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
+    row.graphs = str(len(found.reports))
+    if found.dynamo:
+        row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
+        return row
+    row.run = f"WRONG: {found.wrong}" if found.wrong else "same"
+    ways = {
+        "fp32": partial(by_2x_rule, model, inputs),
+        "by block in bf16": partial(by_2x_rule, model, inputs, True, torch.bfloat16),
+        "in eval mode": partial(in_float64, model, inputs, training=False),
+    }
+    for way, run in ways.items():
+        try:
+            found = run()
+        except shrink.NotShrunk as refused:
+            row.left += f"; not run {way}: {refused}"
+            continue
+        if way == "fp32":
+            row.share, row.graphs = f"{share_of(found.reports):.1f}", str(len(found.reports))
+            row.left = reasons_of(found.reports)
+        elif way == "by block in bf16":
+            row.share_blocks = f"{share_of(found.reports):.1f}"
+        if found.wrong:
+            row.run = f"WRONG {way}: {found.wrong}"
+    row.run = row.run[:300]
+    return row
+
+
 def run_model(host: str, name: str, known: Mapping[str, Row]) -> tuple[Row, str]:
     """The row of one model, and its fingerprint; a row of `known` where that is there."""
     row, key = Row(host, model_zoo.version_of(host), name), ""
@@ -96,21 +133,9 @@ def run_model(host: str, name: str, known: Mapping[str, Row]) -> tuple[Row, str]
             if key in known:
                 return replace(known[key], host=row.host, version=row.version, model=name), key
             model = randomize(model)
-            found = in_float64(model, inputs)
+            return judge(row, model, inputs), key
         except (shrink.NotShrunk, StopIteration) as error:
             refused = refused or str(error) or "it has no small version"
-            continue
-        row.share_float64 = f"{share_of(found.reports):.1f}"
-        if found.dynamo:
-            row.share, row.graphs = row.share_float64, str(len(found.reports))
-            row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
-            return row, key
-        fp32 = in_fp32(model, inputs)
-        row.share, row.graphs = f"{share_of(fp32.reports):.1f}", str(len(fp32.reports))
-        row.left = reasons_of(fp32.reports)
-        wrong = found.wrong or (fp32.wrong and f"fp32: {fp32.wrong}")
-        row.run = f"WRONG: {wrong}"[:300] if wrong else "same"
-        return row, key
     row.run = f"not run: {refused}"[:200]
     return row, ""
 
@@ -213,6 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=2, help="models at once (default 2)")
     add("--limit", type=float, default=300.0, metavar="SECONDS", help="of a model (default 300)")
     add("--again", action="store_true", help="run what the file has, too")
+    add("--sample", type=int, metavar="N", help="run N of the models, held against the file's rows")
     return parser
 
 
@@ -228,15 +254,12 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"no model's name begins with {' or '.join(prefixes)}")
     model_zoo.import_all(arguments.hosts)
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
+    if arguments.sample is not None:
+        return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit)
     new = [name for name in every if arguments.again or not _is_done(found.get(name))]
-    print(f"{len(new)} of {len(every)} models, {arguments.jobs} at once", flush=True)
-    start = time.monotonic()
-    for number, row in enumerate(run_all(new, arguments.jobs, arguments.limit), 1):
+    for row in told(new, arguments.jobs, arguments.limit):
         found[row.host, row.model] = row
         write_table(list(found.values()), arguments.out)
-        seconds = time.monotonic() - start
-        share = f"{row.share} %" if row.share else ""
-        print(f"{seconds:7.1f} s  {number} {row.host} {row.model}: {share} {row.run}", flush=True)
     rows = [found[name] for name in every if name in found]
     wrong = [row for row in rows if row.run.startswith("WRONG")]
     for row in wrong:
@@ -244,6 +267,39 @@ def main(words: Sequence[str] | None = None) -> int:
     print(*counts(rows), sep="\n")
     print(f"wrote {arguments.out}: {len(rows)} models, {len(wrong)} wrong")
     return 1 if wrong else 0
+
+
+def told(names: Sequence[tuple[str, str]], jobs: int, limit: float) -> Iterator[Row]:
+    """The rows of `run_all`, each with a line of what it found."""
+    print(f"{len(names)} models, {jobs} at once", flush=True)
+    start = time.monotonic()
+    for number, row in enumerate(run_all(names, jobs, limit), 1):
+        seconds = time.monotonic() - start
+        share = f"{row.share} %" if row.share else ""
+        print(f"{seconds:7.1f} s  {number} {row.host} {row.model}: {share} {row.run}", flush=True)
+        yield row
+
+
+def check_sample(
+    every: Sequence[tuple[str, str]],
+    count: int,
+    table: Mapping[tuple[str, str], Row],
+    jobs: int,
+    limit: float,
+) -> int:
+    """Run models evenly from all, and hold them against the table. Returns: 1 where one is wrong,
+    is not run and was, or lost more than NEAR points of its share."""
+    count = min(count, len(every))
+    sample = [every[i * len(every) // count] for i in range(count)]
+    failed = []
+    for row in told(sample, jobs, limit):
+        before = table.get((row.host, row.model), row)
+        lost = float(before.share or 0) - float(row.share or 0)
+        if row.run.startswith("WRONG") or lost > NEAR:
+            failed.append(f"{row.model}: {row.run}, {row.share or 'no'} share for {before.share}")
+    print(*failed, sep="\n", file=sys.stderr)
+    print(f"{len(sample)} models, {len(failed)} not as the table has them")
+    return 1 if failed else 0
 
 
 def _is_done(row: Row | None) -> bool:

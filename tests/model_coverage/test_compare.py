@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from fastvit_kernels.measure.model_errors import layer_of, model_errors
 from tests.model_coverage import compare, shrink
-from tests.model_coverage.compare import in_float64, in_fp32, randomize
+from tests.model_coverage.compare import by_2x_rule, in_float64, randomize
 
 
 def model():
@@ -66,7 +69,7 @@ def test_a_fused_model_differs_in_nothing_and_has_its_reports():
         def forward(self, x):
             return self.layer(x)
 
-    for judge in (in_float64, in_fp32):
+    for judge in (in_float64, by_2x_rule):
         found = judge(Tower(), X)
         assert found.wrong == "" and len(found.reports) == 1 and found.reports[0].share == 1
 
@@ -108,6 +111,33 @@ def test_a_buffer_that_is_not_written_is_told(monkeypatch):
     assert told(monkeypatch, spoil, Peak()) == "buffer peak differs by 1.0e+00 in float64"
 
 
+def test_a_forward_in_eval_mode_is_compared(monkeypatch):
+    """Without gradients, and without what training alone draws."""
+
+    def spoil(model):
+        model.linear2.bias.register_hook(refuse)
+        model.linear2.bias.data.mul_(1 + 1e-6 * (not model.training))
+
+    judge = partial(in_float64, training=False)
+    assert told(monkeypatch, spoil, judge=judge).startswith("out differs by")
+    assert told(monkeypatch, lambda model: None, judge=judge) == ""
+
+
+def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
+    """Blocks that repeat have a graph each; bf16's limit is bf16's."""
+    layer = model()
+    host = nn.Sequential(nn.Linear(16, 16), nn.Sequential(layer, copy.deepcopy(layer)))
+    found = by_2x_rule(host, X, True, torch.bfloat16)
+    assert found.wrong == "" and [report.share for report in found.reports] == [1, 1]
+
+    def spoil(model, scale):
+        model.linear2.bias.register_hook(lambda d: (1 + scale) * d)
+
+    judge = partial(by_2x_rule, autocast=torch.bfloat16)
+    assert told(monkeypatch, partial(spoil, scale=1e-4), judge=judge) == ""
+    assert told(monkeypatch, partial(spoil, scale=0.1), judge=judge).startswith("2x rule: dlinear2")
+
+
 def test_dropout_is_compared(monkeypatch):
     host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
     assert told(monkeypatch, lambda model: model.eval(), host) != ""
@@ -117,7 +147,7 @@ def test_fp32_is_held_to_the_2x_rule(monkeypatch):
     def spoil(model):
         model.linear2.bias.register_hook(lambda d: (1 + 1e-5) * d)
 
-    assert told(monkeypatch, spoil, judge=in_fp32).startswith("2x rule: dlinear2.bias")
+    assert told(monkeypatch, spoil, judge=by_2x_rule).startswith("2x rule: dlinear2.bias")
 
 
 def test_infinities_are_compared_and_hide_nothing():
@@ -147,7 +177,7 @@ def test_where_both_raise_nothing_was_judged():
 
 def test_a_host_that_does_not_repeat_itself_is_not_judged():
     host = nn.Sequential(Restless(16, 16))
-    with pytest.raises(shrink.NotShrunk, match="does not repeat a training step"):
+    with pytest.raises(shrink.NotShrunk, match="does not repeat a step"):
         in_float64(host, X)
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("timm")
 def test_a_model_is_a_row_with_its_share():
     row, key = sweep.run_model("nn", "TransformerEncoder", {})
     assert (row.share, row.share_float64, row.graphs) == ("100.0", "100.0", "1")
-    assert (row.run, row.left) == ("same", "")
+    assert (row.share_blocks, row.run, row.left) == ("100.0", "same", "")
     other = "TransformerEncoder, ReLU"
     again, _ = sweep.run_model("nn", other, {key: row})
     assert again != row, "it is another model"
@@ -78,6 +78,31 @@ def test_a_run_goes_on_where_it_was(monkeypatch, tmp_path, capsys, run):
     assert ("TransformerEncoder: WRONG: out0" in said.err) == wrong
     lines = (tmp_path / "t.csv").read_text().splitlines()
     assert len(lines) == 6 and lines[0].startswith("host,version,model,share,")
+
+
+def test_a_sample_is_spread_over_all_and_held_against_the_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    shares, run = iter(()), "same"
+
+    def rows(names, jobs, limit):
+        return iter(
+            [sweep.Row(h, model_zoo.version_of(h), n, next(shares), run=run) for h, n in names]
+        )
+
+    monkeypatch.setattr(sweep, "run_all", rows)
+    words = ["--hosts", "nn", "--out", str(tmp_path / "t.csv")]
+    shares = iter(["90.0"] * 5)
+    assert sweep.main(words) == 0
+    table = (tmp_path / "t.csv").read_text()
+    for given, failed in ((["90.0", "88.5", "99.0"], 0), (["90.0", "87.5", ""], 2)):
+        shares = iter(given)
+        assert sweep.main([*words, "--sample", "3"]) == (failed > 0)
+        assert f"3 models, {failed} not as the table has them" in capsys.readouterr().out
+    shares, run = iter(["90.0"] * 5), "WRONG: out0"
+    assert sweep.main([*words, "--sample", "500"]) == 1
+    said = capsys.readouterr()
+    assert "5 models, 5 not as" in said.out and "Encoder: WRONG: out0, 90.0 share" in said.err
+    assert (tmp_path / "t.csv").read_text() == table
 
 
 def test_the_command_refuses_what_names_no_model(capsys):
@@ -161,6 +186,19 @@ def test_images_of_cut_models_are_small(name):
     found = shrink._hf_candidates(getattr(transformers, name))
     sizes = [build.args[1] for _, build, _ in found]
     assert sizes and max(sizes) <= shrink.LARGEST_IMAGE
+
+
+def test_models_of_timm_get_narrow_and_only_inside():
+    timm = pytest.importorskip("timm")
+
+    def width():
+        return timm.create_model("davit_tiny", num_classes=2).num_features
+
+    with shrink.narrower_timm(8):
+        assert width() == 768 // 8
+    assert width() == 768
+    held = shrink._narrow({"model_cfg": {"dims": (64, [32])}, "kernel": 64, "num_heads": 4}, 8)
+    assert held == {"model_cfg": {"dims": (8, [4])}, "kernel": 64, "num_heads": 1}
 
 
 def test_cut_models_drop_paths():
