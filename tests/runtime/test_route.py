@@ -207,6 +207,19 @@ def test_vectorized_jacobian(op):
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@every_launch
+def test_float64_gradients_by_finite_differences(op):
+    """float64 takes PyTorch's own operations; their dropout has one seed a call."""
+    function, inputs = op_and_inputs(op, grad=False)
+    inputs = [x.double().requires_grad_() for x in inputs]
+
+    def call(*tensors):
+        torch.manual_seed(0)
+        return function(*tensors)
+
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+
+
 class Fakes(TorchDispatchMode):
     """Each call of an operator once more without values: what a compiler expects of it."""
 
@@ -238,7 +251,7 @@ def test_operator_fakes_and_schemas(op):
             out.backward(torch.ones_like(out))
     assert fakes.calls
     for operator, args in fakes.calls.items():
-        library.opcheck(operator, args, test_utils=("test_schema",))
+        library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # What a step multiplies: a call, its tensors' shapes, and the numbers of its attention, B H T T D.
