@@ -6,7 +6,7 @@ facts: the function, its specification, its tensors with their shapes, its other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -228,15 +228,3 @@ def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
             return function(**inputs)
 
     return run
-
-
-def run_backward(
-    result: Tensor | tuple[Tensor, ...],
-    inputs: Iterable[Tensor | None],
-    upstream: Callable[[Tensor], Tensor],
-) -> None:
-    """The backward of a call, where an input wants a gradient; `upstream` makes each output's."""
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
-    outputs = result if isinstance(result, tuple) else (result,)
-    if wanted:  # not `backward`, which would copy what it puts into `grad`
-        torch.autograd.grad(outputs, wanted, [upstream(y) for y in outputs], allow_unused=True)

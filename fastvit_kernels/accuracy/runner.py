@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -73,7 +72,7 @@ class Result:
         return self.failure or "; ".join(str(e) for e in self.errors if not e.passed)
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold; `from_dict` reads it."""
+        """What JSON can hold."""
         tensors = [{**asdict(e), "passed": e.passed} for e in self.errors]
         return {
             "name": self.name,
@@ -83,15 +82,6 @@ class Result:
             "seconds": round(self.seconds, 3),
             "tensors": tensors,
         }
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Result:
-        tensors: list[dict[str, Any]] = [
-            {n: math.inf if v is None else v for n, v in tensor.items() if n != "passed"}
-            for tensor in content["tensors"]
-        ]
-        rest = {name: content[name] for name in ("name", "dtype", "failure", "seconds")}
-        return cls(errors=[Error(**tensor) for tensor in tensors], **rest)
 
 
 def run_case(case: Case, dtype: str) -> Result:

@@ -47,7 +47,6 @@ class ConfigTable(Generic[Config]):
         configs: all that ship: each that `default` may return, and what `tune` tries.
         default: (gpu, *key) -> config.
         fits: (gpu, config, *key) -> whether the config can run there; by default always.
-        unrepeatable: those under which equal inputs may give other bits.
     """
 
     def __init__(
@@ -56,11 +55,9 @@ class ConfigTable(Generic[Config]):
         configs: Sequence[Config],
         default: Callable[..., Config],
         fits: Callable[..., bool] = lambda *_: True,
-        unrepeatable: Sequence[Config] = (),
     ):
         assert name not in TABLES
         self.name, self.configs, self.default, self.fits = name, tuple(configs), default, fits
-        self.unrepeatable = tuple(unrepeatable)
         self._chosen: dict[tuple[Gpu, Key], Config] = {}
         TABLES[name] = self
         _on_change.append(self._chosen.clear)

@@ -31,6 +31,7 @@ from .worker import (
     grouped,
     lines_of,
     rest_of,
+    result_of,
     results_of,
     runs_of,
 )
@@ -65,7 +66,7 @@ def run_cases(wanted: Selection) -> Iterator[Result]:
     if not pairs:
         known = ", ".join(c.name for c in cases_of(wanted.device, wanted.dtypes[0], False))
         raise NoSuchCase(f"no case; there are {known}")
-    for result in [Result.from_dict(line) for line in wanted.kept.lines if "tensors" in line]:
+    for result in [result_of(line) for line in wanted.kept.lines if "tensors" in line]:
         if pairs.pop((result.name, result.dtype), None) is not None:
             yield result
     for result in _results(wanted, pairs):

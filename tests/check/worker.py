@@ -13,13 +13,15 @@ what it has left goes to another.
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fastvit_kernels.accuracy.accuracy import Error
 from fastvit_kernels.accuracy.cases import cases_on
 from fastvit_kernels.accuracy.op import Case
 from fastvit_kernels.accuracy.runner import Result, quiet_interpreter, run_case
@@ -103,9 +105,19 @@ def rest_of(outcome: Outcome) -> list[Job]:
     return [replace(outcome.job, command=command)] if what["forced"] else []
 
 
+def result_of(line: Mapping[str, Any]) -> Result:
+    """Of what `Result.as_dict` gave, read from JSON."""
+    tensors: list[dict[str, Any]] = [
+        {n: math.inf if v is None else v for n, v in tensor.items() if n != "passed"}
+        for tensor in line["tensors"]
+    ]
+    rest = {name: line[name] for name in ("name", "dtype", "failure", "seconds")}
+    return Result(errors=[Error(**tensor) for tensor in tensors], **rest)
+
+
 def results_of(outcome: Outcome) -> list[Result]:
     """Of a `check_job`; the case that ended the process has a failure."""
-    results = [Result.from_dict(line) for line in outcome.lines if "tensors" in line]
+    results = [result_of(line) for line in outcome.lines if "tensors" in line]
     told = [json.loads(word) for word in _told(outcome.job)]
     begun = max(1, sum("tried" in line for line in outcome.lines))
     if len(results) < begun and not outcome.is_cut:

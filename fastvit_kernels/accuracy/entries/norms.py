@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.common.samples import kept_rows
 from ...ops.norm.functions import (
     layer_norm,
     layer_norm_and_input,
@@ -39,7 +40,7 @@ def _and_input(norm: Any) -> Any:
     def norm_and_input(
         x: Tensor, *args: Any, samples: Tensor | None = None, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        kept = x if samples is None else x[samples[: len(samples) - len(x)]]
+        kept = x if samples is None else kept_rows(x, samples)
         return norm(kept, *args, **options), x.view_as(x)
 
     return norm_and_input

@@ -681,7 +681,6 @@ BWD_TABLE = ConfigTable(
     [BwdForm(True), BwdForm(False), LIBRARY_BWD, PINGPONG_BWD, FUSED_DQ],
     _default_bwd,
     _bwd_fits,
-    unrepeatable=[LIBRARY_BWD],
 )
 ONE_PASS_TABLE = ConfigTable(
     "attention_bwd_one_pass",
