@@ -28,7 +28,7 @@ class Backbone(fk.VisionTransformer):
 
     def forward(self, views):
         tokens = [self.embed(view) for view in views]
-        crops = Crops([x.shape[:2] for x in tokens], DEVICE, [{"rope": None}] * len(views))
+        crops = Crops([x.shape[:2] for x in tokens], DEVICE)
         x = crops.join(tokens)  # (total, C)
         for block in self.blocks:
             x = block(x, packing=crops)  # <- ours: varlen_attention, each image by itself

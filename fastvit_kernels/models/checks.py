@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "embed_norm_layer": (None, _SWAP),
     "final_norm": (True, _SWAP),
     "proj_bias": (True, _SWAP),
-    "embed_layer": (None, f"conv_stem_configs puts convolutions before the patches; else {_SWAP}"),
+    "embed_layer": (None, _SWAP),
     "block_fn": (None, _SWAP),
     "attn_layer": (None, f"qk_norm, attn_head_dim and rope_type vary the attention; else {_SWAP}"),
 }

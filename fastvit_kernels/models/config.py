@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Concatenate, Literal, TypeVar
 
@@ -108,7 +108,6 @@ class ViTConfig(_Checked):
     norm_eps: Eps = 1e-6
     attn_head_dim: Count | None = None
     representation_size: Number | None = None
-    conv_stem_configs: Sequence[Sequence[Any]] | None = None
     memory: Memory = "default"
     mlp_layer: MlpName = "Mlp"
     qk_norm: Flag = False

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ops.common.activation import ACTIVATIONS
+from ..ops.common.samples import add_branch
 from ..ops.gated_mlp.functions import gated_mlp
-from ..runtime.plain import add_branch, is_plain
+from ..runtime.plain import is_plain
 from .checks import Activation, Count, Flag, Number, Rate, checked
 from .modules import Mlp, rate_of
 

@@ -17,38 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.plain import is_hooked, is_plain
 from .checks import Count, checked
-from .gated_mlp import MLP_LAYERS
-from .modules import Attention, DropPath, LayerScale, rate_of
-from .norms import LayerNorm, RmsNorm
-from .packing import Crops, packable
+from .norms import LayerNorm
+from .packing import Crops
 from .patch_dropout import check_of_patches
 from .vit import Block, VisionTransformer
-
-# What a block may consist of, besides plain Linears, that runs several lengths as one sequence.
-_PACKS = {
-    Block,
-    Attention,
-    LayerScale,
-    DropPath,
-    LayerNorm,
-    RmsNorm,
-    *MLP_LAYERS.values(),
-    nn.Dropout,
-    nn.Identity,
-}
-
-
-def why_apart(block: Any) -> str | None:
-    """Why a block cannot run sequences of several lengths as one; None where it can."""
-    for m in block.modules():
-        if (type(m) not in _PACKS and not is_plain(m)) or (m is not block and is_hooked(m)):
-            return f"a {type(m).__name__} inside must be called"
-    attn = block.attn
-    fits = type(attn.q_norm) is type(attn.k_norm)
-    fits = fits and packable(attn.head_dim, rate_of(attn.attn_drop) if block.training else 0.0)
-    return None if fits else "its attention has no packed kernel"
 
 
 class MaskedDecoder(nn.Module):
@@ -132,11 +105,10 @@ class MaskedDecoder(nn.Module):
         return found[0] if single else found
 
     def _decoded(self, batches: list[Tensor]) -> list[Tensor]:
-        """What the blocks give; of several lengths as one sequence, where their parts let it."""
-        if len(batches) == 1 or any(map(why_apart, self.blocks)):
-            return [self.blocks(x) for x in batches]
-        sizes = [(len(x), x.shape[1]) for x in batches]
-        packing = Crops(sizes, batches[0].device, [{"rope": None}] * len(sizes))
+        """What the blocks give; of several lengths as one sequence."""
+        if len(batches) == 1:
+            return [self.blocks(batches[0])]
+        packing = Crops([(len(x), x.shape[1]) for x in batches], batches[0].device)
         x = Crops.join(batches)
         for block in self.blocks:
             x = block(x, packing=packing)

@@ -6,7 +6,6 @@ changed (a hook, LoRA, a quantised weight) is called instead: see runtime/plain.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +16,15 @@ from ..ops.attention.functions import attention, check_head_dim
 from ..ops.attention.projected import qkv_attention
 from ..ops.attention.rotary import rope_attention
 from ..ops.attention.sdpa import scaled_dot_product_attention
+from ..ops.attention.varlen import varlen_attention
 from ..ops.common.activation import ACTIVATIONS
-from ..ops.common.samples import DropPathMode, keep_samples
+from ..ops.common.samples import DropPathMode, add_branch, keep_samples
 from ..ops.linear import linear
 from ..ops.mlp import mlp
-from ..ops.patch_embed.functions import patch_embed
+from ..ops.patch_embed.functions import add_tokens, patch_embed
 from ..ops.rope import rope as apply_rope
 from ..runtime.arguments import check_int, check_tensor
-from ..runtime.plain import add_branch, add_tokens, is_hooked, is_plain, is_raw
+from ..runtime.plain import is_hooked, is_plain, is_raw
 from .checks import Activation, Count, Dropout, Flag, Number, Rate, checked
 from .norms import LayerNorm, NormLayer, RmsNorm
 from .packing import Crops
@@ -42,37 +42,10 @@ def _pair(name: str, size: Size) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _check_conv_stem(configs: Any) -> None:
-    wanted = "a sequence of (out_channels, kernel_size, stride[, norm class, activation class])"
-    if not isinstance(configs, Sequence) or isinstance(configs, str):
-        raise TypeError(f"PatchEmbed: conv_stem_configs must be {wanted}, got {configs!r}")
-    for config in configs:
-        if not isinstance(config, Sequence) or isinstance(config, str) or len(config) not in (3, 5):
-            raise TypeError(f"PatchEmbed: conv_stem_configs must be {wanted}, got {config!r} in it")
-        for size in config[:3]:
-            check_int("PatchEmbed", "conv_stem_configs", size)
-
-
-def _conv_stem(configs: Sequence[Sequence[Any]], in_chans: int) -> nn.Sequential:
-    """torchvision's convolutions before the projection, arXiv:2106.14881.
-
-    A config is (out_channels, kernel_size, stride), then optionally norm and activation classes
-    (default BatchNorm2d, ReLU); torchvision's ConvStemConfig is one.
-    """
-    stem = nn.Sequential()
-    for out_chans, kernel, stride, *classes in configs:
-        norm, activation = classes or (nn.BatchNorm2d, nn.ReLU)
-        conv = nn.Conv2d(in_chans, out_chans, kernel, stride, (kernel - 1) // 2, bias=False)
-        stem.append(nn.Sequential(conv, norm(out_chans), activation()))
-        in_chans = out_chans
-    return stem
-
-
 class PatchEmbed(nn.Module):
     """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
 
-    Ignores rows and columns of pixels that fill no patch, as timm's convolution does. After a
-    convolutional stem, which downsamples, a patch is one position of the feature map. With
+    Ignores rows and columns of pixels that fill no patch, as timm's convolution does. With
     strict_img_size=False images of any size pass, and `pos_embed` must fit their grid. `keep`
     (B, K) lists the patches of each image to keep.
     """
@@ -85,7 +58,6 @@ class PatchEmbed(nn.Module):
         in_chans: Count = 3,
         embed_dim: Count = 768,
         bias: Flag = True,
-        conv_stem_configs: Sequence[Sequence[Any]] | None = None,
         strict_img_size: Flag = True,
     ):
         super().__init__()
@@ -100,20 +72,7 @@ class PatchEmbed(nn.Module):
                 f"PatchEmbed: img_size {self.img_size} must be at least patch_size "
                 f"{self.patch_size}"
             )
-        side = self.patch_size
-        self.stem = None
-        if conv_stem_configs is not None:
-            _check_conv_stem(conv_stem_configs)
-        if conv_stem_configs:
-            shrink = math.prod(config[2] for config in conv_stem_configs)
-            if side != (shrink, shrink):
-                raise ValueError(
-                    f"PatchEmbed: the strides of conv_stem_configs must multiply to patch_size "
-                    f"{side}, got {shrink}"
-                )
-            self.stem = _conv_stem(conv_stem_configs, in_chans)
-            in_chans, side = conv_stem_configs[-1][0], (1, 1)
-        self.proj = nn.Conv2d(in_chans, embed_dim, side, side, bias=bias)
+        self.proj = nn.Conv2d(in_chans, embed_dim, self.patch_size, self.patch_size, bias=bias)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
         """(rows, columns) of the images' patches.
@@ -145,17 +104,14 @@ class PatchEmbed(nn.Module):
         keep: Tensor | None = None,
     ) -> Tensor:
         rows, cols = self.grid_of(images)
-        if self.stem is not None:
-            images = self.stem(images)
         proj = self.proj
         if _cuts(proj):
             patch_height, patch_width = proj.kernel_size
             images = images[..., : rows * patch_height, : cols * patch_width]
             tokens = dict(prefix_tokens=prefix_tokens, pos_embed=pos_embed, keep=keep)
             return patch_embed(images, proj.weight, proj.bias, **tokens)
-        patches = proj(images)
-        (rows, cols), patches = patches.shape[2:], patches.flatten(2).transpose(1, 2)
-        return kept_tokens(add_tokens(patches, prefix_tokens, pos_embed), keep, rows * cols)
+        patches = proj(images).flatten(2).transpose(1, 2)
+        return add_tokens(patches, prefix_tokens, pos_embed, keep)
 
 
 def rate_of(dropout: Any) -> float:
@@ -168,15 +124,6 @@ def _cuts(proj: Any) -> bool:
     usual = type(proj) is nn.Conv2d and proj.groups == 1 and proj.dilation == (1, 1)
     usual = usual and proj.padding in ((0, 0), "valid") and proj.kernel_size == proj.stride
     return usual and not is_hooked(proj) and is_raw(proj.weight)
-
-
-def kept_tokens(x: Tensor, keep: Tensor | None, num_patches: int) -> Tensor:
-    """The tokens before the patches, then the patches that are listed: (B, n + K, C)."""
-    if keep is None:
-        return x
-    prefix = x.shape[1] - num_patches
-    index = keep.long().unsqueeze(-1).expand(-1, -1, x.shape[2])
-    return torch.cat([x[:, :prefix], x[:, prefix:].gather(1, index)], 1)
 
 
 def _head_norms(q_norm: nn.Module, k_norm: nn.Module) -> dict[str, Any] | None:
@@ -294,26 +241,13 @@ class Attention(nn.Module):
         )
 
     def _attend_packed(self, x: Tensor, packing: Crops) -> Tensor:
-        """(total, C) -> (total, H, D), within each sequence; qkv is plain, its norms are ours."""
-        if packing.given[0]["rope"] is None:
-            cos, sin = x.new_empty((2, 0, 2), dtype=torch.float32).unbind(0)
-        else:
-            cos, sin = packing.rows("rope", lambda place, size: packing.given[place]["rope"])
-        norms, bias = _head_norms(self.q_norm, self.k_norm), self._bias_apart()
-        assert norms is not None
-        return rope_attention(
-            x.unsqueeze(0),
-            self.qkv.weight,
-            self.qkv.bias if bias is None else bias,
-            cos=cos,
-            sin=sin,
-            num_heads=self.num_heads,
-            prefix_tokens=len(x) - cos.shape[-2],
-            cu_seqlens=packing.cu_seqlens,
-            dropout_p=rate_of(self.attn_drop) if self.training else 0.0,
-            max_seqlen=packing.longest,
-            **norms,
-        ).squeeze(0)
+        """(total, C) -> (total, H, D), within each sequence."""
+        qkv = self._packed(self.qkv(x))
+        if type(self.q_norm) is not nn.Identity or type(self.k_norm) is not nn.Identity:
+            q, k, v = qkv.unbind(1)
+            qkv = torch.stack((self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), v), 1)
+        dropout_p = rate_of(self.attn_drop) if self.training else 0.0
+        return varlen_attention(qkv, packing.cu_seqlens, packing.longest, dropout_p=dropout_p)
 
     def forward(
         self,

@@ -12,13 +12,6 @@ from .checks import Dropout, checked
 from .rope_tables import Tables
 
 
-def draw_kept(batch: int, num_patches: int, prob: float, device: torch.device) -> Tensor:
-    """(batch, K) indices of patches, in no order, as timm's PatchDropout draws them."""
-    num_keep = max(1, int(num_patches * (1.0 - prob)))
-    noise = torch.randn(batch, num_patches, device=device)
-    return noise.argsort(dim=-1)[:, :num_keep]
-
-
 class PatchDropout(nn.Module):
     """Draws the patches that a training step keeps, as many of each image: arXiv:2212.00794.
 
@@ -34,7 +27,9 @@ class PatchDropout(nn.Module):
         """(B, K) indices of patches, in no order; None where all are kept."""
         if not self.training or self.prob == 0:
             return None
-        return draw_kept(images.shape[0], num_patches, self.prob, images.device)
+        num_keep = max(1, int(num_patches * (1.0 - self.prob)))
+        noise = torch.randn(images.shape[0], num_patches, device=images.device)
+        return noise.argsort(dim=-1)[:, :num_keep]
 
 
 def kept_tables(tables: Tables, keep: Tensor | None) -> Tables:

@@ -61,7 +61,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rope: Tables | None = None, packing: Crops | None = None
     ) -> Tensor:
-        """(B, T, C); with a packing, which is given each size's rope, (total, C)."""
+        """(B, T, C); with a packing, which takes no rope, (total, C)."""
+        if rope is not None and packing is not None:
+            raise ValueError("Block: packed images have no rotary positions, got rope and packing")
         given: dict[str, Any] = {"rope": rope} if packing is None else {"packing": packing}
         x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, packing, **given)
         return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2, packing)
@@ -137,8 +139,7 @@ class VisionTransformer(nn.Module):
             c.in_chans,
             c.embed_dim,
             not c.pre_norm,
-            c.conv_stem_configs,
-            not c.dynamic_img_size,
+            strict_img_size=not c.dynamic_img_size,
         )
         self.cls_token = self._tokens(1 if c.class_token else None)
         self.reg_token = self._tokens(c.reg_tokens or None)

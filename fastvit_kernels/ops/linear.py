@@ -62,7 +62,7 @@ from .common.gemm import (
 from .common.gemm_configs import fwd_config
 from .common.grad_handoff import Reads, layer_gradients
 from .common.reduction import column_sum
-from .common.samples import add_kept, is_sample_subset
+from .common.samples import add_branch, is_sample_subset
 
 
 def linear_ref(
@@ -81,16 +81,7 @@ def linear_ref(
         out_dtype = torch.promote_types(out_dtype, residual.dtype)
     if activation is not None:
         y = ACTIVATIONS[activation](y)
-    if layer_scale is not None:
-        y = y * layer_scale
-    if row_scale is not None and row_scale.dtype is torch.int64:
-        assert residual is not None
-        return add_kept(residual, y, row_scale).to(out_dtype)
-    if row_scale is not None:
-        y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
-    if residual is not None:
-        y = residual + y
-    return as_dtype(y, out_dtype)
+    return as_dtype(add_branch(y, residual, layer_scale, row_scale), out_dtype)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""When a fused op may read a submodule's weights instead of calling it, and what happens if not."""
+"""When a fused op may read a submodule's weights instead of calling it."""
 
 from __future__ import annotations
 
@@ -56,37 +56,3 @@ def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
         and is_raw(linear.weight)
         and (linear.bias is None or is_raw(linear.bias))
     )
-
-
-def add_tokens(patches: Tensor, prefix_tokens: Tensor | None, pos_embed: Tensor | None) -> Tensor:
-    """Patches with prefix tokens before them and positions added, for a projection that was called.
-
-    Shapes: patches (B, P, C), prefix_tokens (1, n, C), pos_embed (1, P or n + P, C).
-    """
-    if pos_embed is not None and pos_embed.shape[1] == patches.shape[1]:
-        patches, pos_embed = patches + pos_embed, None
-    if prefix_tokens is not None:
-        patches = torch.cat([prefix_tokens.expand(len(patches), -1, -1), patches], dim=1)
-    return patches if pos_embed is None else patches + pos_embed
-
-
-def add_branch(
-    y: Tensor,
-    residual: Tensor | None = None,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-) -> Tensor:
-    """residual + row_scale * layer_scale * y, for a branch that did not end in a fused epilogue.
-
-    Shapes: y and residual (B, ..., C), layer_scale (C,), row_scale (B,); where row_scale is what
-    `keep_samples` gave, y (S, ..., C).
-    """
-    if layer_scale is not None:
-        y = y * layer_scale
-    if residual is not None and row_scale is not None and not row_scale.is_floating_point():
-        S, B = y.shape[0], residual.shape[0]
-        dtype = torch.promote_types(residual.dtype, y.dtype)
-        return residual.to(dtype).index_add(0, row_scale[:S], y.to(dtype), alpha=B / S)
-    if row_scale is not None:
-        y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
-    return y if residual is None else residual + y

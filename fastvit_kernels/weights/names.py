@@ -43,8 +43,7 @@ _TV_LAYER = r"encoder\.layers\.encoder_layer_(\d+)\."
 _TORCHVISION = {
     r"class_token": "cls_token",
     r"encoder\.pos_embedding": "pos_embed",
-    r"conv_proj\.(?:conv_last\.)?(\w+)": r"patch_embed.proj.\1",
-    r"conv_proj\.conv_bn_relu_(\d+)\.([01])\.(\w+)": r"patch_embed.stem.\1.\2.\3",
+    r"conv_proj\.(\w+)": r"patch_embed.proj.\1",
     _TV_LAYER + r"ln_([12])\.(\w+)": r"blocks.\1.norm\2.\3",
     _TV_LAYER + r"self_attention\.in_proj_(\w+)": r"blocks.\1.attn.qkv.\2",
     _TV_LAYER + r"self_attention\.out_proj\.(\w+)": r"blocks.\1.attn.proj.\2",

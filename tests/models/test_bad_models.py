@@ -122,16 +122,6 @@ CONSTRUCTORS = [
             "in_chans": _count("in_chans"),
             "embed_dim": _count("embed_dim"),
             "bias": _flag("bias"),
-            "conv_stem_configs": [
-                (3, "T:conv_stem_configs must be a sequence of"),
-                ("abc", "T:must be a sequence of"),
-                ([8, 3, 2], "T:must be a sequence of"),
-                ([(8, 3)], "T:must be a sequence of"),
-                ([(8, 3, 2, nn.ReLU)], "T:must be a sequence of"),
-                ([(8, 3, 0)], "conv_stem_configs must be at least 1, got 0"),
-                ([(8.0, 3, 2)], "T:conv_stem_configs must be an int, got float"),
-                ([(8, 3, 2)], r"must multiply to patch_size \(8, 8\), got 2"),
-            ],
         },
     ),
     *_arguments(

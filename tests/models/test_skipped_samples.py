@@ -12,8 +12,6 @@ from fastvit_kernels.accuracy.accuracy import measure_all
 from fastvit_kernels.accuracy.plain_vit import plain_vit
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.common.samples import add_kept
-from fastvit_kernels.runtime.plain import add_branch
 
 bf16, fp32 = torch.bfloat16, torch.float32
 
@@ -123,15 +121,6 @@ def test_skip_equals_mask(monkeypatch):
         plain = _own_step(masked, images, upstream)
     for name, dense in plain.items():
         torch.testing.assert_close(skipped[name], dense, rtol=1e-5, atol=5e-6, msg=name)
-
-
-@pytest.mark.parametrize(("stream", "branch"), [(bf16, fp32), (fp32, bf16), (bf16, bf16)], ids=str)
-def test_add_branch_dtypes(stream, branch):
-    """A bf16 stream and a branch that an fp32 LayerScale widened, or the other way round."""
-    residual, y = rand(5, 2, 8, dtype=stream, grad=False), rand(2, 2, 8, dtype=branch, grad=False)
-    samples = keep_samples(5, 0.5, DEVICE)
-    found = add_branch(y, residual, row_scale=samples)
-    torch.testing.assert_close(found, add_kept(residual, y, samples))
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])

@@ -17,7 +17,6 @@ from timm.layers.attention import Attention as TimmAttention
 from torch import nn
 from torch.nn.utils import parametrize
 from torchvision.models import VisionTransformer as TorchvisionViT
-from torchvision.models.vision_transformer import ConvStemConfig
 
 from fastvit_kernels import (
     PatchEmbed,
@@ -143,31 +142,6 @@ def test_reference_4_torchvision(representation_size):
     host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
     assert_parity(
         model, host, random_images(1), names=timm_names, stages=stages_of(), host_stages=host_stages
-    )
-
-
-def test_reference_4_torchvision_conv_stem():
-    silu = ConvStemConfig(16, 4, 2, activation_layer=nn.SiLU)  # an even kernel, its own class
-    stem = [ConvStemConfig(8, 3, 2), silu, ConvStemConfig(16, 3, 2)]
-    host = randomise(TorchvisionViT(32, 8, 2, 2, 32, 64, num_classes=10, conv_stem_configs=stem))
-    model: Any = VisionTransformer(
-        32,
-        8,
-        num_classes=10,
-        embed_dim=32,
-        depth=2,
-        num_heads=2,
-        mlp_ratio=2,
-        conv_stem_configs=[stem[0][:3], *stem[1:]],
-    ).to(DEVICE)
-    for vit in (host, model):
-        vit.eval()  # the stem's BatchNorm reads what was loaded
-    report = load_weights(model, host.state_dict())
-    assert not report.missing and not report.unexpected
-    host_stages = {"tokens": "encoder.dropout", "norm": "encoder.ln"}
-    host_stages |= {f"block{i}": f"encoder.layers.encoder_layer_{i}" for i in range(2)}
-    assert_parity(
-        model, host, random_images(), names=timm_names, stages=stages_of(), host_stages=host_stages
     )
 
 

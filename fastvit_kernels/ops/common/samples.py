@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeGuard, get_args
+from typing import Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,14 +30,6 @@ DropPathMode = Literal["mask", "skip"]
 # Tile of rows of one sample and columns, warps. Not yet measured.
 _PASS_TILE = dict(BLOCK_R=16, BLOCK_N=128, num_warps=4)
 _PLACE_TILE = dict(BLOCK_B=128, num_warps=4)  # samples
-
-
-def check_drop_path(op: str, name: str, mode: object) -> None:
-    """Raise unless mode is one of DropPathMode."""
-    if not isinstance(mode, str):
-        raise TypeError(f"{op}: {name} must be a str, got {type(mode).__name__}")
-    if mode not in get_args(DropPathMode):
-        raise ValueError(f"{op}: {name} must be one of {get_args(DropPathMode)}, got {mode!r}")
 
 
 def num_kept(B: int, rate: float) -> int:
@@ -110,11 +102,27 @@ def kept_rows(x: Tensor, samples: Tensor) -> Tensor:
     return x[samples[: samples.shape[0] - x.shape[0]]]
 
 
-def add_kept(residual: Tensor, y: Tensor, samples: Tensor) -> Tensor:
-    """residual (B, ...) + B / S times y (S, ...) in the kept samples, for specifications."""
-    S, B = y.shape[0], residual.shape[0]
-    dtype = torch.promote_types(residual.dtype, y.dtype)
-    return residual.to(dtype).index_add(0, samples[:S], y.to(dtype), alpha=B / S)
+def add_branch(
+    y: Tensor,
+    residual: Tensor | None = None,
+    layer_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """residual + row_scale * layer_scale * y, by torch: what an epilogue does.
+
+    Shapes: y and residual (B, ..., C), layer_scale (C,), row_scale (B,); where row_scale is what
+    `keep_samples` gave, y (S, ..., C).
+    """
+    if layer_scale is not None:
+        y = y * layer_scale
+    if is_sample_subset(row_scale):
+        assert residual is not None
+        S, B = y.shape[0], residual.shape[0]
+        dtype = torch.promote_types(residual.dtype, y.dtype)
+        return residual.to(dtype).index_add(0, row_scale[:S], y.to(dtype), alpha=B / S)
+    if row_scale is not None:
+        y = y * row_scale.view(-1, *[1] * (y.ndim - 1))
+    return y if residual is None else residual + y
 
 
 @triton.jit

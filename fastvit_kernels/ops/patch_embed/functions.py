@@ -68,6 +68,13 @@ def patch_embed_ref(
     """The specification of `patch_embed`: conv, cat, add, gather."""
     conv = F.conv3d if images.ndim == 5 else F.conv2d
     x = conv(images, weight, bias, stride=weight.shape[2:]).flatten(2).transpose(1, 2)
+    return add_tokens(x, prefix_tokens, pos_embed, keep)
+
+
+def add_tokens(
+    x: Tensor, prefix_tokens: Tensor | None, pos_embed: Tensor | None, keep: Tensor | None
+) -> Tensor:
+    """Projected patches (B, P, C) -> (B, n + K, C), with prefix tokens and positions."""
     num_patches = x.shape[1]
     if pos_embed is not None and pos_embed.shape[-2] == num_patches:
         x, pos_embed = x + pos_embed, None
