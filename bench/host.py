@@ -1,9 +1,9 @@
 """`python -m bench host`: microseconds of the host a call of each op, without a GPU too.
 
-The tensors are so small that computing takes next to nothing. Without a GPU everything but the
-launch itself still runs (checks, autograd.Function and its engine, allocation): `JITFunction.run`
-is replaced by nothing, and what the kernels should have written is left over memory. The clock is
-the processor's time, which other processes do not stretch.
+The tensors are so small that computing takes next to nothing. Without a GPU everything but Triton's
+launcher still runs (checks, autograd.Function and its engine, allocation, the search for the
+compiled kernel): a stand-in takes that launcher's place, and what the kernels should have written
+is left over memory. The clock is the processor's time, which other processes do not stretch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -27,10 +28,13 @@ from fastvit_kernels.accuracy.op import Draw, Example, Op, Sizes
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import alternate
+from fastvit_kernels.ops.common.reduction import column_sum
+from fastvit_kernels.runtime import triton as runtime_triton
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON
 
-SIZES = Sizes(B=1, T=4, C=64, H=2, F=128, img_size=(16, 16), patch_size=8)
+SIZES = Sizes(B=1, T=4, C=16, H=2, F=32, img_size=(8, 8), patch_size=4)
+NO_GPU = -1  # as a device's index: a kernel that was found there is not found on a GPU
 ROUNDS, CALLS = 35, 20  # short rounds: most of them run without another process in between
 PACKAGE = str(fk.__path__[0])
 
@@ -69,17 +73,57 @@ def case_of(op: Op, device: torch.device) -> Case:
     return Case(inputs, first(op.function), eager, torch.randn_like(eager(**inputs)))
 
 
+class Nothing(torch.autograd.Function):
+    """As many gradients as inputs, of no work."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        return inputs[0].data
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (dy,) * len(ctx.needs_input_grad)
+
+
+def of_torch(device: torch.device) -> dict[str, Case]:
+    """What `torch.autograd.backward` takes by itself, which a step of a model calls once; and a
+    Function of as many parameters as an MLP has."""
+    x = torch.zeros(SIZES.T, SIZES.C, device=device)
+    dy, six = torch.ones_like(x), {name: x.clone().requires_grad_() for name in "abcdef"}
+
+    def nothing(**inputs: Tensor) -> Any:
+        return Nothing.apply(*inputs.values())
+
+    return {
+        "a view": Case({"x": six["a"]}, lambda x: x.view_as(x), lambda x: x.view_as(x), dy),
+        "six gradients": Case(six, nothing, nothing, dy),
+    }
+
+
+class _Compiled:
+    """Stands for a kernel that Triton has compiled: its launches do nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
 @contextmanager
 def without_launches() -> Iterator[None]:
     """Inside, tensors count as on an H100 and kernels are not launched: outputs are garbage."""
     from triton.runtime.jit import JITFunction
 
+    def run(self: Any, *arguments: Any, **options: Any) -> _Compiled:
+        return _Compiled()
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: NO_GPU))
     with ExitStack() as stack:
         torch.set_flush_denormal(True)
         stack.callback(torch.set_flush_denormal, False)
         stack.enter_context(fk.backend("triton"))
         stack.enter_context(on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)))
-        stack.enter_context(replaced(JITFunction, "run", lambda self, *args, **options: None))
+        stack.enter_context(replaced(JITFunction, "run", run))
+        stack.enter_context(replaced(runtime_triton, "_RUN", run))
+        stack.enter_context(replaced(runtime_triton, "driver", driver))
         yield
 
 
@@ -125,13 +169,9 @@ def frames(call: Callable[[], Any]) -> int:
 
 def measure(device: torch.device) -> pd.DataFrame:
     """Medians by op: forward and backward of ours and of PyTorch's, in turns, and our frames."""
-    way, rows, threads = way_of(device), [], torch.get_num_threads()
-    torch.set_num_threads(1)
-    x = torch.zeros(SIZES.T, SIZES.C, device=device, requires_grad=True)
-    # What `torch.autograd.backward` takes by itself, which a step of a model calls once.
-    view = Case({"x": x}, lambda x: x.view_as(x), lambda x: x.view_as(x), torch.ones_like(x))
+    way, rows = way_of(device), []
     for name, case in {
-        "a view": view,
+        **of_torch(device),
         **{name: case_of(op, device) for name, op in OPS.items()},
     }.items():
 
@@ -149,11 +189,30 @@ def measure(device: torch.device) -> pd.DataFrame:
         with way():
             deep = frames(functools.partial(case.both, case.ours))
         rows.append((name, fwd, both - fwd, eager_fwd, eager_both - eager_fwd, deep))
-    torch.set_num_threads(threads)
     columns = ("op", "fwd, us", "bwd, us", "eager fwd, us", "eager bwd, us", "frames")
     return pd.DataFrame(rows, columns=columns).set_index("op")
 
 
+def parts(device: torch.device) -> str:
+    """What calls are made of: microseconds of a product, an allocation, a launch of ours."""
+    way, x = way_of(device), torch.zeros(SIZES.C, SIZES.C, device=device)
+    out, (size, strides) = x[0].clone(), (tuple(x.shape), x.stride())
+    calls = {
+        "a product": lambda: torch.mm(x, x),
+        "an allocation": lambda: torch.empty_strided(size, strides, device=device),
+        "a launch": lambda: column_sum(x, out),
+    }
+    with way():
+        found = alternate(ROUNDS, *(functools.partial(microseconds, f) for f in calls.values()))
+    return ", ".join(f"{n} {spread(us).median:.1f} us" for n, us in zip(calls, found, strict=True))
+
+
 def run(device: torch.device) -> int:
-    print(measure(device).to_string(float_format="{:.1f}".format))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        print(parts(device))
+        print(measure(device).to_string(float_format="{:.1f}".format))
+    finally:
+        torch.set_num_threads(threads)
     return 0

@@ -319,20 +319,24 @@ def linear_bwd(
     dlayer_scale_dtype: torch.dtype | None,
     g: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); empty where its dtype is None.
+    """dx (..., K), dweight (N, K), dbias (N,), dlayer_scale (N,); None where its dtype is None.
 
     x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
     wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
-    dx, dweight, dbias, dlayer_scale = grads = _empty_bwd(
-        dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
-    )
     if dy.numel() == 0:
+        grads = _empty_bwd(
+            dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
+        )
         for grad in grads:
             grad.zero_()
         return grads
-    N = dy.shape[-1]
-    M = math.prod(epilogue.rows_shape(dy, row_scale))
+    dx: Any = None
+    dweight: Any = None
+    dbias: Any = None
+    dlayer_scale: Any = None
+    N, shape = dy.shape[-1], epilogue.rows_shape(dy, row_scale)
+    M = math.prod(shape)
     x_rows = None if x is None else deferred.read(x).reshape(M, x.shape[-1])
     if activation:
         assert z is not None
@@ -348,22 +352,26 @@ def linear_bwd(
             batch=dy.shape[0],
         )
         if dbias_dtype is not None:
-            column_sum(partial[:, :N], dbias)
+            dbias = column_sum(partial[:, :N], empty((N,), dbias_dtype, dy.device))
         if dlayer_scale_dtype is not None:
-            column_sum(partial[:, -N:], dlayer_scale)
+            out = empty((N,), dlayer_scale_dtype, dy.device)
+            dlayer_scale = column_sum(partial[:, -N:], out)
         if dweight_dtype is not None and x_rows is not None:
-            gemm.matmul(dz.t(), x_rows, out=dweight)
+            dweight = gemm.matmul(dz.t(), x_rows, out_dtype=dweight_dtype)
         if dx_dtype is not None and weight is not None:
-            gemm.matmul(dz, weight, out=dx.view(M, weight.shape[1]))
+            dx = gemm.matmul(dz, weight, out_dtype=dx_dtype).view(*shape, -1)
     else:
         needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
         d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
         sums = sums if g is None else g.view(1, N)
-        epilogue.weight_gradients(d, sums, x_rows, weight, bias, layer_scale, *grads[1:])
+        dtypes = dweight_dtype, dbias_dtype, dlayer_scale_dtype
+        dweight, dbias, dlayer_scale = epilogue.weight_gradients(
+            d, sums, x_rows, weight, bias, layer_scale, *dtypes
+        )
         if dx_dtype is not None and weight is not None:
             operands = epilogue.input_gradient_operands(d, weight, layer_scale)
-            gemm.matmul(*operands, out=dx.view(M, weight.shape[1]))
-    return grads
+            dx = gemm.matmul(*operands, out_dtype=dx_dtype).view(*shape, -1)
+    return dx, dweight, dbias, dlayer_scale
 
 
 def _empty_by_library_bwd(

@@ -31,6 +31,7 @@ from ..runtime.arguments import (
     check_input,
     check_weight,
     compute_dtype,
+    empty,
     empty_gradients,
     needs_gradient,
 )
@@ -300,32 +301,34 @@ def mlp_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, layer_scale, in this order.
 
-    Each in its dtype, empty where that is None. The tensors are in `dtype`, the forward's compute
+    Each in its dtype, None where that is None. The tensors are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, act also where z, kept for other
     gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`. With
     reuse_z, which no compiler passes, z holds other numbers afterwards.
     """
-    grads = _empty_bwd(
-        dy,
-        x,
-        fc1_weight,
-        z,
-        act,
-        row_scale,
-        None if dy.numel() else dx_dtype,
-        dfc1_weight_dtype,
-        dfc1_bias_dtype,
-        dfc2_weight_dtype,
-        dfc2_bias_dtype,
-        dlayer_scale_dtype,
-    )
     if dy.numel() == 0:
+        grads = _empty_bwd(
+            dy,
+            x,
+            fc1_weight,
+            z,
+            act,
+            row_scale,
+            dx_dtype,
+            dfc1_weight_dtype,
+            dfc1_bias_dtype,
+            dfc2_weight_dtype,
+            dfc2_bias_dtype,
+            dlayer_scale_dtype,
+        )
         for grad in grads:
             grad.zero_()
         return grads
-    dx, dfc1_weight, dfc1_bias, dfc2_weight, dfc2_bias, dlayer_scale = grads
     shape = epilogue.rows_shape(dy, row_scale)
     M, dz = math.prod(shape), None
+    dx: Any = None
+    dfc1_weight: Any = None
+    dfc1_bias: Any = None
     needs_g = dfc2_bias_dtype is not None or (
         dlayer_scale_dtype is not None and fc2_bias is not None
     )
@@ -345,18 +348,27 @@ def mlp_bwd(
             d, fc2_weight, layer_scale, z_rows, rebuilt, activation, sum_dz, reuse_z
         )
         if sum_dz:
-            column_sum(partial, dfc1_bias)
+            dfc1_bias = column_sum(partial, empty(z_rows.shape[1:], dfc1_bias_dtype, dy.device))
     else:
         assert rebuilt is None
-    epilogue.weight_gradients(
-        d, sums, act_rows, fc2_weight, fc2_bias, layer_scale, dfc2_weight, dfc2_bias, dlayer_scale
+    dfc2 = epilogue.weight_gradients(
+        d,
+        sums,
+        act_rows,
+        fc2_weight,
+        fc2_bias,
+        layer_scale,
+        dfc2_weight_dtype,
+        dfc2_bias_dtype,
+        dlayer_scale_dtype,
     )
     act_rows = rebuilt = None  # before x and dx take memory
     if dz is not None and dfc1_weight_dtype is not None and x is not None:
-        gemm.matmul(dz.t(), deferred.read(x).reshape(M, x.shape[-1]), out=dfc1_weight)
+        x_rows = deferred.read(x).reshape(M, x.shape[-1])
+        dfc1_weight = gemm.matmul(dz.t(), x_rows, out_dtype=dfc1_weight_dtype)
     if dz is not None and dx_dtype is not None and fc1_weight is not None:
         dx = gemm.matmul(dz, fc1_weight, out_dtype=dx_dtype).view(*shape, -1)
-    return dx, *grads[1:]
+    return dx, dfc1_weight, dfc1_bias, *dfc2  # pyright: ignore[reportReturnType]
 
 
 class MlpSpec(NamedTuple):

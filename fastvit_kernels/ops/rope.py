@@ -137,11 +137,16 @@ def empty_sums(
     needs_dparams: bool,
     table_dtype: torch.dtype,
     needs_dtables: bool,
-) -> tuple[Tensor, Tensor]:
-    """dparams (4, D) and dtables (2, ...), each without elements where it is not needed."""
-    dparams = x.new_empty((4, D if needs_dparams else 0), dtype=param_dtype)
-    tables = (2, *cos.shape) if needs_dtables else (2, 0)
-    return dparams, x.new_empty(tables, dtype=table_dtype)
+) -> tuple[Tensor | None, Tensor | None]:
+    """dparams (4, D) and dtables (2, ...), each None where it is not needed."""
+    dparams = x.new_empty((4, D), dtype=param_dtype) if needs_dparams else None
+    dtables = x.new_empty((2, *cos.shape), dtype=table_dtype) if needs_dtables else None
+    return dparams, dtables
+
+
+def zeroed(*sums: Tensor | None) -> list[Tensor | None]:
+    """Of no rows."""
+    return [None if x is None else x.zero_() for x in sums]
 
 
 def _empty_bwd(
@@ -151,7 +156,7 @@ def _empty_bwd(
     needs_dparams: bool,
     table_dtype: torch.dtype,
     needs_dtables: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     sums = empty_sums(q, q.shape[-1], cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
     return q.new_empty(q.shape), q.new_empty(q.shape), *sums
 
@@ -178,13 +183,13 @@ def rope_bwd(
     needs_dtables: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of a norm, of tables that learn or of both: dq, dk; dparams (4, D), dweight and dbias of q's
-    norm, then of k's; dtables (2, ...), of cos and of sin."""
+    norm, then of k's; dtables (2, ...), of cos and of sin. None where they are not needed."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     dq, dk, dparams, dtables = _empty_bwd(
         q, cos, param_dtype, needs_dparams, table_dtype, needs_dtables
     )
     if q.numel() == 0:
-        return dq, dk, dparams.zero_(), dtables.zero_()
+        return dq, dk, *zeroed(dparams, dtables)  # pyright: ignore[reportReturnType]
     rotate_bwd(
         (dq, dk),
         (_rows(dq_out), _rows(dk_out)),
@@ -196,7 +201,7 @@ def rope_bwd(
         dparams,
         dtables,
     )
-    return dq, dk, dparams, dtables
+    return dq, dk, dparams, dtables  # pyright: ignore[reportReturnType]
 
 
 class RopeSpec(NamedTuple):

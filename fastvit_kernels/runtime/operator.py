@@ -47,8 +47,8 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Register the decorated launcher as `torch.ops.fastvit_kernels.<name>`.
 
-    Its annotations are the operator's schema. An output that no argument asks for may be None: the
-    operator, all of whose outputs are tensors, gives (0,) in fp32 for it, as its fake must.
+    Its annotations are the operator's schema. An output that no argument asks for may be None, of
+    the fake too: the operator, all of whose outputs are tensors, gives (0,) in fp32 for it.
 
     Args:
         fake: returns uninitialised outputs, from those of the launcher's arguments that its own
@@ -64,7 +64,7 @@ def operator(
         library.define(qualname, library.infer_schema(launcher, mutates_args=()))
         whole = _whole(launcher)
         library.impl(qualname, "default", whole)
-        library.register_fake(qualname, _by_name(fake, launcher))
+        library.register_fake(qualname, _whole(_by_name(fake, launcher)))
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         if flops is not None:
             register_flop_formula(packet)(_by_name(flops, launcher))
@@ -89,7 +89,7 @@ def _by_name(function: Callable[..., Any], launcher: Callable[..., Any]) -> Call
 
 
 def _whole(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher with a tensor for each output."""
+    """The launcher, or its fake, with a tensor for each output."""
 
     @functools.wraps(launcher)
     def call(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:

@@ -421,7 +421,7 @@ def bwd_call(
 def _layouts(tensors: Sequence[Tensor], q: Tensor, T_kv: int, softmax: Softmax) -> Any:
     """The fields of `Layouts`. tensors: those whose strides it has."""
     shape, packing = q.shape, softmax.packing
-    strides = tuple(x.stride() for x in tensors)
+    strides = tuple([x.stride() for x in tensors])
     if packing is not None:
         cu_seqlens, T_kv = packing
         shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
@@ -546,14 +546,23 @@ def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     form's dq kernel they would halve the warps."""
     if has_dropout:
         return 0
-    problem = gpu(q.device), q.dtype, q.shape, q.shape[1], "none", False, matmul_precision()
+    given = gpu(q.device), of_qkv, bits_must_repeat(), q.dtype, q.shape, matmul_precision()
+    return _bias_partials(*given)
+
+
+@launch_plan
+def _bias_partials(
+    gpu: Gpu, of_qkv: bool, own: bool, dtype: torch.dtype, shape: tuple[int, ...], precision: str
+) -> int:
+    B, T, _, _ = shape
+    problem = gpu, dtype, shape, T, "none", False, precision
     if (of_qkv and _is_in_turns(*problem)) or _is_fused_dq(*problem):
-        return 8 * q.shape[0]
-    one_pass, _ = bwd_launch(*problem, own=bits_must_repeat())
+        return 8 * B
+    one_pass, _ = bwd_launch(*problem, own=own)
     if one_pass is None:
         return 0
     tiles: backward_one_pass.Tiles = one_pass.options["TILES"]
-    return q.shape[0] * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
+    return B * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
 
 
 def launch_bwd(
@@ -581,9 +590,8 @@ def launch_bwd(
     out = aligned(out)  # a hook on saved tensors may have brought back any layout
     scale, seed, packing = softmax.scale, softmax.seed, softmax.packing
     device, *fields = _layouts((dout, q, k, v), q, k.shape[1], softmax)
-    if any(0 in x.stride() for x in (dout, q, k, v)) and _is_fused_dq(
-        *Layouts(device, *fields).problem()
-    ):  # TMA's strides are not 0
+    is_expanded = min(map(min, fields[3])) == 0
+    if is_expanded and _is_fused_dq(*Layouts(device, *fields).problem()):  # TMA's strides are not 0
         dout, *qkv = (x.contiguous() for x in (dout, *qkv))
         return launch_bwd(grads, dout, qkv, out, lse, Softmax(scale), dbias)
     H, D = q.shape[2:]

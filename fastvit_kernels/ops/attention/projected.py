@@ -10,13 +10,20 @@ Derivation: docs/attention.md.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import check_int, check_shape, check_tensor, compute_dtype, needs_gradient
+from ...runtime.arguments import (
+    check_int,
+    check_shape,
+    check_tensor,
+    compute_dtype,
+    empty,
+    needs_gradient,
+)
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import REGISTERED, Operator, Route, differentiable, operator
@@ -93,12 +100,11 @@ def attention_and_bias_bwd(
         return dqkv, dbias.zero_()
     dout, qkv = readable(dout), readable(qkv)
     of_qkv = qkv.is_contiguous() and dout.is_contiguous()
-    rows, partial = bias_partials(out, seed is not None, of_qkv), None
-    if rows:
-        partial = torch.empty(rows, len(dbias), dtype=torch.float32, device=qkv.device)
+    rows, columns = bias_partials(out, seed is not None, of_qkv), dbias.shape[0]
+    partial = empty((rows, columns), torch.float32, qkv.device) if rows else None
     softmax, heads = Softmax(scale, dropout_p, seed), qkv.unbind(2)
     launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax, partial, packed=(dqkv, qkv))
-    column_sum(dqkv.view(-1, len(dbias)) if partial is None else partial, dbias)
+    column_sum(dqkv.view(-1, columns) if partial is None else partial, dbias)
     return dqkv, dbias
 
 
@@ -120,15 +126,15 @@ def _flops_qkv_projection_bwd(x, weight, needs):
 def qkv_projection_bwd(
     dqkv: Tensor, x: Tensor, weight: Tensor, weight_dtype: torch.dtype, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """dx and dweight of the projection; each empty where it is not needed."""
+    """dx and dweight of the projection; each None where it is not needed."""
     needs_dx, needs_dweight = needs
-    dx, dweight = _empty_qkv_projection_bwd(x, weight, weight_dtype, needs)
+    dx: Any = None
+    dweight: Any = None
     dqkv = dqkv.view(-1, weight.shape[0])
-    x = x.reshape(-1, x.shape[-1])
     if needs_dx:
-        dx = matmul(dqkv, weight).view(dx.shape)
+        dx = matmul(dqkv, weight).view(x.shape)
     if needs_dweight:
-        dweight = matmul(dqkv.t(), x, out_dtype=weight_dtype)
+        dweight = matmul(dqkv.t(), x.reshape(-1, x.shape[-1]), out_dtype=weight_dtype)
     return dx, dweight
 
 

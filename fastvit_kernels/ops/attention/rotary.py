@@ -11,7 +11,7 @@ Specification: `rope_attention_ref`. Derivation: docs/rope.md, docs/attention.md
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum
 from ..common.rotation import Rotation, rotate, rotate_bwd, tables_of
-from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
+from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref, zeroed
 from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import (
     Packing,
@@ -89,7 +89,7 @@ def _empty_fwd(
     qkv = empty_qkv(x, weight, num_heads)
     B, T, _, H, D = qkv.shape
     out = x.new_empty((B, T, H, D))
-    turned = x.new_empty((B, T, 2, H, D) if apart else (0,))
+    turned: Any = x.new_empty((B, T, 2, H, D)) if apart else None
     return qkv, turned, out, empty_rows(out, _packing(cu_seqlens, max_seqlen))
 
 
@@ -127,7 +127,7 @@ def rope_attention_fwd(
     B, T, _ = x.shape
     D = weight.shape[0] // (3 * num_heads)
     qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    turned = qkv.new_empty((B, T, 2, num_heads, D) if apart else (0,))
+    turned: Any = qkv.new_empty((B, T, 2, num_heads, D)) if apart else None
     q, k, v = qkv.unbind(2)
     turned_q, turned_k = turned.unbind(2) if apart else (q, k)
     if qkv.numel():
@@ -148,9 +148,9 @@ def _empty_bwd(
     needs_dparams: bool,
     needs_dtables: bool,
     needs_dbias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     _, _, _, H, D = qkv.shape
-    dbias = qkv.new_empty((3 * H * D if needs_dbias else 0,), dtype=bias_dtype)
+    dbias = qkv.new_empty((3 * H * D,), dtype=bias_dtype) if needs_dbias else None
     sums = empty_sums(qkv, D, cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
     return empty_dqkv(qkv), *sums, dbias
 
@@ -159,7 +159,7 @@ def _empty_bwd(
 def rope_attention_bwd(
     dout: Tensor,
     qkv: Tensor,
-    turned: Tensor,
+    turned: Tensor | None,
     out: Tensor,
     lse: Tensor,
     seed: Tensor | None,
@@ -185,15 +185,17 @@ def rope_attention_bwd(
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dqkv (B, T, 3, H, D) of the projection's output; dparams and dtables as in rope; dbias
-    (3 H D,) of the projection. The last three are empty where they are not needed."""
+    (3 H D,) of the projection. The last three are None where they are not needed."""
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     dqkv, dparams, dtables, dbias = _empty_bwd(
         qkv, cos, param_dtype, table_dtype, bias_dtype, needs_dparams, needs_dtables, needs_dbias
     )
     if not qkv.numel():
-        return dqkv, dparams.zero_(), dtables.zero_(), dbias.zero_()
+        return dqkv, *zeroed(dparams, dtables, dbias)  # pyright: ignore[reportReturnType]
     q, k, v = readable(qkv).unbind(2)
-    turned_q, turned_k = readable(turned).unbind(2) if turned.numel() else (q, k)
+    turned_q, turned_k = q, k
+    if turned is not None and turned.numel():
+        turned_q, turned_k = readable(turned).unbind(2)
     dq, dk, dv = dqkv.unbind(2)
     softmax = Softmax(scale, dropout_p, seed, packing=_packing(cu_seqlens, max_seqlen))
     heads = turned_q, turned_k, v
@@ -209,9 +211,9 @@ def rope_attention_bwd(
         dparams,
         dtables,
     )
-    if needs_dbias:
+    if dbias is not None:
         column_sum(dqkv.view(-1, dbias.numel()), dbias)
-    return dqkv, dparams, dtables, dbias
+    return dqkv, dparams, dtables, dbias  # pyright: ignore[reportReturnType]
 
 
 class RopeAttentionSpec(NamedTuple):

@@ -32,7 +32,9 @@ class _Deferred(threading.local):
         return like.expand(shape)
 
     def read(self, x: Tensor) -> Tensor:
-        make = (self.makers or {}).pop(place_of_storage(x.untyped_storage()), None)
+        if not self.makers:
+            return x
+        make = self.makers.pop(place_of_storage(x.untyped_storage()), None)
         return x if make is None else make()
 
 

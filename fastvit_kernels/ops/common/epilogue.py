@@ -21,7 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import Layout, as_rows, contiguous, empty_strided, layout, row_stride
+from ...runtime.arguments import (
+    Layout,
+    as_rows,
+    contiguous,
+    empty,
+    empty_gradients,
+    empty_strided,
+    layout,
+    row_stride,
+)
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
@@ -434,10 +443,10 @@ def scaled_rows(
 
     dy: (B, ..., N). d: (M, N), the rows of kept samples where row_scale keeps some.
     """
-    rows = dy.reshape(-1, dy.shape[-1])
     if row_scale is None and dy.dtype == dtype:
-        rows = as_rows(rows)
+        rows = as_rows(dy)
         return rows, rows
+    rows = dy.reshape(-1, dy.shape[-1])
     return backward_epilogue(
         rows, None, "", dtype, None, row_scale, sum_dz=needs_sum, batch=dy.shape[0]
     )
@@ -495,46 +504,52 @@ def weight_gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     layer_scale: Tensor | None,
-    dweight: Tensor,
-    dbias: Tensor,
-    dlayer_scale: Tensor,
-) -> None:
-    """Gradients of y = layer_scale * (x W^T + b) from d, written into those that are not empty.
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+    dlayer_scale_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of y = layer_scale * (x W^T + b) from d: dweight (N, K), dbias and dlayer_scale
+    (N,), each None where its dtype is.
 
     Args:
         d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d. A single row of
             sums is fp32.
         weight: (N, K), any strides, and bias: (N,) are read for dlayer_scale alone.
     """
-    needs_dweight, needs_dbias = dweight.numel() > 0, dbias.numel() > 0
-    needs_dlayer_scale = dlayer_scale.numel() > 0
+    dweight = dbias = None
     if layer_scale is None:
-        if needs_dweight and x is not None:
-            matmul(d.t(), x, out=dweight)
-        if needs_dbias:
-            column_sum(sums, dbias)
-        return
-    has_bias = bias is not None
-    N = d.shape[1]
-    K, gram, g = 0, None, None
+        if dweight_dtype is not None and x is not None:
+            dweight = matmul(d.t(), x, out_dtype=dweight_dtype)
+        if dbias_dtype is not None:
+            dbias = column_sum(sums, empty((d.shape[1],), dbias_dtype, d.device))
+        return dweight, dbias, None
+    N, K = d.shape[1], 0 if x is None else x.shape[1]
+    dtypes = dweight_dtype, dbias_dtype, dlayer_scale_dtype
+    needs = [dtype is not None for dtype in dtypes]
+    needs_dweight, needs_dbias, needs_dlayer_scale = needs
+    shapes = (N, K), (N,), (N,)
+    grads = empty_gradients(d.device, *zip(shapes, dtypes, strict=True))
+    gram = g = None
     if (needs_dweight or needs_dlayer_scale) and x is not None:
-        K, gram = x.shape[1], matmul(d.t(), x, out_dtype=torch.float32)
+        gram = matmul(d.t(), x, out_dtype=torch.float32)
     if len(sums) == 1 < len(d):
         g = sums
-    elif needs_dbias or (needs_dlayer_scale and has_bias):
+    elif needs_dbias or (needs_dlayer_scale and bias is not None):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     strides = (0, 0) if weight is None else weight.stride()
-    launch = _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, has_bias)
+    launch = _weight_launch(N, *needs, bias is not None)
     launch(
-        dweight,
-        dbias,
-        dlayer_scale,
+        *grads,
         gram,
         g,
         weight,
         contiguous(bias),
         contiguous(layer_scale),
         N,
-        K,
+        0 if gram is None else K,
         *strides,
     )
+    dweight, dbias, dlayer_scale = (
+        grad if needed else None for grad, needed in zip(grads, needs, strict=True)
+    )
+    return dweight, dbias, dlayer_scale

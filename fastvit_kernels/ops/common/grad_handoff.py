@@ -159,10 +159,10 @@ def layer_gradients(
     """
     spec = ctx.spec
     dtypes = spec.input_dtypes
-    *wanted, dresidual_dtype, dlayer_scale_dtype = (
+    *wanted, dresidual_dtype, dlayer_scale_dtype = [
         dtype if needed else None
         for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
-    )
+    ]
     wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
     dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
     if not any(wanted):
@@ -174,9 +174,9 @@ def layer_gradients(
         d, saved[row_scale], g, known = take(ctx, dy, saved[layer_scale], saved[row_scale])
         asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
         grads = operator[route](d, *saved, *options, *asked, g)
-    *grads, dlayer_scale = (
+    *grads, dlayer_scale = [
         grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
-    )
+    ]
     if known is not None:
         grads[bias] = known
     return (*grads, dresidual, dlayer_scale, None, None)

@@ -502,7 +502,7 @@ def tables_of(cos: Tensor, sin: Tensor) -> Tables:
 
 
 def _strides(tables: Tables, *tensors: Tensor) -> tuple[RowStrides, ...]:
-    return *(RowStrides(*x.stride()[:3]) for x in tensors), tables.strides
+    return *[RowStrides(*x.stride()[:3]) for x in tensors], tables.strides
 
 
 def _chosen(
@@ -630,8 +630,8 @@ def rotate_bwd(
     tables: Tables,
     rotation: Rotation,
     norms: tuple[Tensor | None, ...],
-    dparams: Tensor,
-    dtables: Tensor,
+    dparams: Tensor | None,
+    dtables: Tensor | None,
 ) -> None:
     """The whole backward of a rotation, in one pass over its tensors.
 
@@ -639,24 +639,24 @@ def rotate_bwd(
         dx: of equal strides; may be dy itself.
         q, k: as they came; read for a norm and for the tables' gradients.
         norms: weight and bias of q, of k; contiguous.
-        dparams: (4, D): dweight and dbias of q's norm, then of k's; no element where not wanted.
-        dtables: (2, ...), contiguous: of cos and of sin; no element where not wanted.
+        dparams: (4, D): dweight and dbias of q's norm, then of k's; or None.
+        dtables: (2, ...), contiguous: of cos and of sin; or None.
     """
-    if not (dtables.numel() or rotation.norm):
+    if dtables is None and not rotation.norm:
         rotate(dx, *dy, tables, rotation, transpose=True)
         return
     assert q is not None and k is not None
     here, D, cos = gpu(q.device), q.shape[-1], tables.cos
-    strides, needs_dparams = _strides(tables, dx[0], *dy, q, k), dparams.numel() > 0
+    strides, needs_dparams = _strides(tables, dx[0], *dy, q, k), dparams is not None
     plan = (
         _tables_plan(here, q.shape, cos.shape, strides, rotation, needs_dparams)
-        if dtables.numel()
+        if dtables is not None
         else _bwd_plan(here, q.shape, cos.shape[-1], strides, rotation, needs_dparams)
     )
     partial = None
     if needs_dparams:  # a row of them: dweight and dbias of q, then of k
         partial = q.new_empty((plan.programs, 4 * D), dtype=torch.float32)
-    if dtables.numel():
+    if dtables is not None:
         sums = dtables
         if plan.splits > 1:
             sums = q.new_empty((plan.splits, dtables.numel()), dtype=torch.float32)
@@ -665,5 +665,5 @@ def rotate_bwd(
             column_sum(sums, dtables)
     else:
         plan.launch(*dx, partial, *dy, q, k, cos, tables.sin, norms[0], norms[2])
-    if partial is not None:
+    if dparams is not None and partial is not None:
         column_sum(partial, dparams)

@@ -228,37 +228,6 @@ def _column_sum(partial: Tensor, first: int, count: int, dtype: torch.dtype) -> 
     return column_sum(_columns(partial, first, count), out)
 
 
-def _fc2_gradients(
-    d: Tensor,
-    sums: Tensor,
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    shape: tuple[int, int],
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
-    dlayer_scale_dtype: torch.dtype | None,
-) -> tuple[Tensor | None, ...]:
-    """dweight (N, F), dbias, dlayer_scale, as `weight_gradients`; None where the dtype is."""
-    if layer_scale is not None:
-        grads = empty_gradients(
-            d.device,
-            (shape, dweight_dtype),
-            (shape[:1], dbias_dtype),
-            (shape[:1], dlayer_scale_dtype),
-        )
-        epilogue.weight_gradients(d, sums, hidden, weight, bias, layer_scale, *grads)
-        dtypes = (dweight_dtype, dbias_dtype, dlayer_scale_dtype)
-        return tuple(g if dtype else None for g, dtype in zip(grads, dtypes, strict=True))
-    dweight = dbias = None
-    if dweight_dtype is not None and hidden is not None:
-        dweight = gemm.matmul(d.t(), hidden, out_dtype=dweight_dtype)
-    if dbias_dtype is not None:
-        dbias = column_sum(sums, empty(shape[:1], dbias_dtype, d.device))
-    return dweight, dbias, None
-
-
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def gated_mlp_bwd(
     dy: Tensor,
@@ -320,7 +289,7 @@ def gated_mlp_bwd(
         for grad in grads:
             grad.zero_()
         return grads
-    N, device = dy.shape[-1], dy.device
+    device = dy.device
     shape = epilogue.rows_shape(dy, row_scale)
     M, F = math.prod(shape), _width(z, value, hidden)
     needs_g = dfc2_bias_dtype is not None or (
@@ -360,14 +329,13 @@ def gated_mlp_bwd(
         del dhidden
     else:
         assert rebuilt is None
-    dfc2_weight, dfc2_bias, dlayer_scale = _fc2_gradients(
+    dfc2_weight, dfc2_bias, dlayer_scale = epilogue.weight_gradients(
         d,
         sums,
         hidden_rows,
         fc2_weight,
         fc2_bias,
         layer_scale,
-        (N, F),
         dfc2_weight_dtype,
         dfc2_bias_dtype,
         dlayer_scale_dtype,

@@ -40,6 +40,7 @@ from ...runtime.arguments import (
     check_tensor,
     compute_dtype,
     contiguous,
+    empty,
     empty_gradients,
     needs_gradient,
 )
@@ -267,6 +268,67 @@ def _empty_bwd_weight(
     return torch.empty(shape, dtype=weight_dtype, device=dout.device)
 
 
+class BwdWeightPlan(NamedTuple):
+    splits: int  # of the rows; with several there are partial sums
+    launch: Callable[..., None]  # called with tensors
+
+
+@launch_plan
+def _bwd_weight_plan(
+    gpu: Gpu,
+    precision: str,
+    images_dtype: torch.dtype,
+    images: tuple[int, ...],
+    strides: tuple[int, ...],
+    dout_dtype: torch.dtype,
+    dout: tuple[int, ...],
+    patch: tuple[int, ...],
+    num_kept: int | None,
+    dtype: torch.dtype,
+) -> BwdWeightPlan:
+    """images, dout: their shapes."""
+    B, T, C = dout
+    grid = grid_of(images, patch)
+    num_patches, K = math.prod(grid), images[1] * math.prod(patch)
+    rows_per_image = num_patches if num_kept is None else num_kept
+    num_rows = B * rows_per_image
+    config = kernels.BWD_WEIGHT_TABLE.choose(gpu, DTYPE_NAMES[dtype])
+    block_m, block_n, block_k = config[:3]
+    block_n, block_k = _block(block_n, C), _block(block_k, K)
+    bytes_per_step = block_n * dout_dtype.itemsize + block_k * images_dtype.itemsize
+    block_m = _depth(block_m, num_rows, bytes_per_step)
+    tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
+    wanted = max(1, kernels.BWD_WEIGHT_PROGRAMS_PER_SM * gpu.num_sms // tiles)
+    splits = min(wanted, triton.cdiv(num_rows, kernels.MIN_ROWS_PER_SPLIT))
+    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
+    splits = triton.cdiv(num_rows, rows_per_split)
+    constants = _patch(images[1], patch, strides)
+    # For a second block on an SM ptxas would spill 8 bytes.
+    fits = {10: constants.ALIGN >= 4, 12: images_dtype.itemsize < 4 or VERSION < (3, 9)}
+    spills = not fits.get(gpu.family, True)
+    fence = images_dtype == dout_dtype == dtype and needs_fence(gpu, dtype, precision)
+    launch = bind_launch(
+        kernels._patch_embed_bwd_weight_kernel,
+        (tiles, splits),
+        num_rows,
+        rows_per_split,
+        C,
+        T - rows_per_image,
+        rows_per_image,
+        num_patches,
+        *grid[-2:],
+        _strides(strides),
+        PATCH=constants,
+        HAS_KEEP=num_kept is not None,
+        PIXELS_LEFT=images_dtype == dtype,
+        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[dtype]),
+        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
+        **config.options(),
+        **({"maxnreg": 168} if spills else {}),
+    )
+    return BwdWeightPlan(splits, launch)
+
+
 @operator(
     fake=_empty_bwd_weight,
     flops=lambda dout, images, patch, keep: _flops(images, dout[2], patch, keep),
@@ -283,51 +345,23 @@ def patch_embed_bwd_weight(
     dweight = _empty_bwd_weight(dout, images, patch, weight_dtype)
     if dout.numel() == 0:
         return dweight.zero_()
-    dout = dout.contiguous()
-    B, T, C = dout.shape
-    grid = grid_of(images.shape, patch)
-    num_patches, K = math.prod(grid), dweight[0].numel()
-    rows_per_image = num_patches if keep is None else keep.shape[1]
-    num_rows = B * rows_per_image
-    config = kernels.BWD_WEIGHT_TABLE.choose(gpu(dout.device), DTYPE_NAMES[compute_dtype])
-    block_m, block_n, block_k = config[:3]
-    block_n, block_k = _block(block_n, C), _block(block_k, K)
-    bytes_per_step = block_n * dout.itemsize + block_k * images.itemsize
-    block_m = _depth(block_m, num_rows, bytes_per_step)
-    tiles = triton.cdiv(C, block_n) * triton.cdiv(K, block_k)
-    wanted = max(1, kernels.BWD_WEIGHT_PROGRAMS_PER_SM * gpu(dout.device).num_sms // tiles)
-    splits = min(wanted, triton.cdiv(num_rows, kernels.MIN_ROWS_PER_SPLIT))
-    rows_per_split = triton.cdiv(triton.cdiv(num_rows, splits), block_m) * block_m
-    splits = triton.cdiv(num_rows, rows_per_split)
+    splits, launch = _bwd_weight_plan(
+        gpu(dout.device),
+        matmul_precision(),
+        images.dtype,
+        images.shape,
+        images.stride(),
+        dout.dtype,
+        dout.shape,
+        tuple(patch),
+        None if keep is None else keep.shape[1],
+        compute_dtype,
+    )
     partial = dweight
     if splits > 1:
-        partial = torch.empty((splits, C * K), dtype=torch.float32, device=dout.device)
-    precision, constants = matmul_precision(), _patch(images.shape[1], patch, images.stride())
-    # For a second block on an SM ptxas would spill 8 bytes.
-    fits = {10: constants.ALIGN >= 4, 12: images.itemsize < 4 or VERSION < (3, 9)}
-    spills = not fits.get(gpu(dout.device).family, True)
-    fence = images.dtype == dout.dtype == compute_dtype
-    fence = fence and needs_fence(gpu(dout.device), compute_dtype, precision)
-    launch = bind_launch(
-        kernels._patch_embed_bwd_weight_kernel,
-        (tiles, splits),
-        num_rows,
-        rows_per_split,
-        C,
-        T - rows_per_image,
-        rows_per_image,
-        num_patches,
-        *grid[-2:],
-        _strides(images.stride()),
-        PATCH=constants,
-        HAS_KEEP=keep is not None,
-        PIXELS_LEFT=images.dtype == compute_dtype,
-        COMPUTE_DTYPE=tl.dtype(DTYPE_NAMES[compute_dtype]),
-        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
-        **config.options(),
-        **({"maxnreg": 168} if spills else {}),
-    )
-    launch(partial, dout, images, contiguous(keep))
+        shape = (splits, dweight.numel())
+        partial = torch.empty(shape, dtype=torch.float32, device=dout.device)
+    launch(partial, contiguous(dout), images, contiguous(keep))
     if splits > 1:
         column_sum(partial, dweight.view(-1))
     return dweight
@@ -358,36 +392,36 @@ def patch_embed_bwd_tokens(
     prefix_dtype: torch.dtype | None,
     pos_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; empty where that is None."""
-    grads = _empty_bwd_tokens(dout, num_prefix, num_pos, bias_dtype, prefix_dtype, pos_dtype)
-    dbias, dprefix, dpos = grads
+    """dbias (C,), dprefix (n, C), dpos (L, C), each in its dtype; None where that is None."""
     B, T, C = dout.shape
     dout = dout.contiguous()
     if keep is not None and pos_dtype is not None:
         dtoken = _kept_tokens(dout, num_prefix, num_patches, keep)
     else:
-        dtoken = torch.empty((T, C), dtype=torch.float32, device=dout.device)
+        dtoken = empty((T, C), torch.float32, dout.device)
         column_sum(dout.view(B, T * C), dtoken.view(-1))
+    dbias: Any = None
+    dprefix: Any = None
+    dpos: Any = None
     if bias_dtype is not None:
-        column_sum(dtoken[num_prefix:], dbias)
+        dbias = column_sum(dtoken[num_prefix:], empty((C,), bias_dtype, dout.device))
     # Copies, never views: two parameters' .grad must not share memory.
     if prefix_dtype is not None:
-        dprefix.copy_(dtoken[:num_prefix])
+        dprefix = dtoken[:num_prefix].to(prefix_dtype, copy=True)
     if pos_dtype is not None:
-        dpos.copy_(dtoken[len(dtoken) - num_pos :])
-    return grads
+        dpos = dtoken[dtoken.shape[0] - num_pos :].to(pos_dtype, copy=True)
+    return dbias, dprefix, dpos
 
 
 def _kept_tokens(dout: Tensor, num_prefix: int, num_patches: int, keep: Tensor) -> Tensor:
     """(n + patches, C) fp32: the sum over the images that keep it, for each token of an image."""
     B, T, C = dout.shape
-    empty: Any = dict(device=dout.device)
-    dtoken = torch.empty((num_prefix + num_patches, C), dtype=torch.float32, **empty)
+    dtoken = empty((num_prefix + num_patches, C), torch.float32, dout.device)
     if B == 0:
         return dtoken.zero_()
     if num_prefix:
         column_sum(dout.view(B, T * C)[:, : num_prefix * C], dtoken[:num_prefix].view(-1))
-    slots = torch.empty((num_patches, B), dtype=torch.int32, **empty)
+    slots = empty((num_patches, B), torch.int32, dout.device)
     blocks = triton.cdiv(num_patches, kernels.SLOTS_TILE["BLOCK_P"])
     launch = bind_launch(kernels._patch_embed_slots_kernel, (B, blocks), **kernels.SLOTS_TILE)
     launch(slots, keep.contiguous(), B, keep.shape[1], num_patches)
@@ -401,6 +435,47 @@ def _empty_bwd_images(
     dout: Tensor, images_shape: Sequence[int], images_dtype: torch.dtype
 ) -> Tensor:
     return torch.empty(tuple(images_shape), dtype=images_dtype, device=dout.device)
+
+
+@launch_plan
+def _bwd_images_plan(
+    gpu: Gpu,
+    precision: str,
+    images: tuple[int, ...],
+    strides: tuple[int, ...],
+    dout_dtype: torch.dtype,
+    dout: tuple[int, ...],
+    dtype: torch.dtype,
+    weight: tuple[int, ...],
+    num_kept: int | None,
+) -> Callable[..., None]:
+    """The launch, called with tensors; images, dout, weight: their shapes."""
+    B, T, C = dout
+    _, channels, *patch = weight
+    grid = grid_of(images, patch)
+    num_patches, K = math.prod(grid), math.prod(weight[1:])
+    rows_per_image = num_patches if num_kept is None else num_kept
+    num_rows = B * rows_per_image
+    config = kernels.BWD_IMAGES_TABLE.choose(gpu, DTYPE_NAMES[dtype])
+    block_m, block_n, block_k = config[:3]
+    block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
+    block_n = _depth(block_n, C, block_m * dout_dtype.itemsize + block_k * dtype.itemsize)
+    fence = dout_dtype == dtype and needs_fence(gpu, dtype, precision)
+    return bind_launch(
+        kernels._patch_embed_bwd_images_kernel,
+        (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
+        num_rows,
+        rows_per_image,
+        C,
+        T - rows_per_image,
+        num_patches,
+        *grid[-2:],
+        _strides(strides),
+        PATCH=_patch(channels, patch, strides),
+        HAS_KEEP=num_kept is not None,
+        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
+        **config.options(),
+    )
 
 
 @operator(
@@ -420,36 +495,18 @@ def patch_embed_bwd_images(
         dimages.zero_()  # dropped patches
     if dout.numel() == 0:
         return dimages
-    dout = dout.contiguous()
-    B, T, C = dout.shape
-    _, channels, *patch = weight.shape
-    weight = weight.reshape(C, -1).contiguous()
-    grid = grid_of(images_shape, patch)
-    num_patches, K = math.prod(grid), weight.shape[1]
-    rows_per_image = num_patches if keep is None else keep.shape[1]
-    num_rows = B * rows_per_image
-    config = kernels.BWD_IMAGES_TABLE.choose(gpu(dout.device), DTYPE_NAMES[weight.dtype])
-    block_m, block_n, block_k = config[:3]
-    block_m, block_k = _block(block_m, num_rows), _block(block_k, K)
-    block_n = _depth(block_n, C, block_m * dout.itemsize + block_k * weight.itemsize)
-    precision = matmul_precision()
-    fence = dout.dtype == weight.dtype and needs_fence(gpu(dout.device), weight.dtype, precision)
-    launch = bind_launch(
-        kernels._patch_embed_bwd_images_kernel,
-        (triton.cdiv(num_rows, block_m) * triton.cdiv(K, block_k),),
-        num_rows,
-        rows_per_image,
-        C,
-        T - rows_per_image,
-        num_patches,
-        *grid[-2:],
-        _strides(dimages.stride()),
-        PATCH=_patch(channels, patch, dimages.stride()),
-        HAS_KEEP=keep is not None,
-        TILE=kernels.GemmTile(fence, precision, block_m, block_n, block_k),
-        **config.options(),
+    launch = _bwd_images_plan(
+        gpu(dout.device),
+        matmul_precision(),
+        dimages.shape,
+        dimages.stride(),
+        dout.dtype,
+        dout.shape,
+        weight.dtype,
+        weight.shape,
+        None if keep is None else keep.shape[1],
     )
-    launch(dimages, dout, weight, contiguous(keep))
+    launch(dimages, contiguous(dout), contiguous(weight), contiguous(keep))
     return dimages
 
 
@@ -476,7 +533,6 @@ class PatchEmbedFunction(torch.autograd.Function):
         ctx.shapes = (
             images.shape,
             weight.shape[2:],
-            None if bias is None else bias.shape,
             None if prefix_tokens is None else prefix_tokens.shape,
             None if pos_embed is None else pos_embed.shape,
         )
@@ -498,7 +554,7 @@ class PatchEmbedFunction(torch.autograd.Function):
         keep = keep[0] if keep else None
         spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)
-        images_shape, patch, bias_shape, prefix_shape, pos_shape = ctx.shapes
+        images_shape, patch, prefix_shape, pos_shape = ctx.shapes
         dimages = dweight = dbias = dprefix = dpos = None
         if needs[0]:
             dimages = patch_embed_bwd_images[route](
@@ -514,14 +570,14 @@ class PatchEmbedFunction(torch.autograd.Function):
                 spec.weight_dtype,
             )
         if needs[2] or needs[3] or needs[4]:
-            dtypes = (t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True))
+            dtypes = [t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True)]
             num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
             num_pos = 0 if pos_shape is None else pos_shape[-2]
             num_patches = math.prod(grid_of(images_shape, patch))
             dbias, dprefix, dpos = patch_embed_bwd_tokens[route](
                 dout, num_prefix, num_patches, num_pos, keep, *dtypes
             )
-            dbias = dbias.view(bias_shape) if needs[2] else None
+            dbias = dbias if needs[2] else None
             dprefix = dprefix.view(prefix_shape) if needs[3] else None
             dpos = dpos.view(pos_shape) if needs[4] else None
         return dimages, dweight, dbias, dprefix, dpos, None, None
