@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +29,7 @@ from bench.rows import ERROR, OK, Results, Row, read_rows
 from bench.run import Machine
 from fastvit_kernels.measure.timer import DeviceLost
 from fastvit_kernels.runtime.backend import INTERPRETED
+from fastvit_kernels.runtime.triton import HAS_TRITON
 
 
 def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
@@ -376,6 +380,21 @@ def test_host_counts_the_frames_of_ours_that_stand_above_each_other():
         case = host.case_of(host.OPS["layer_norm"], CPU)
         assert host.frames(lambda: case.forward(case.ours)) >= 2
     assert host.frames(lambda: sum(range(3))) == 0
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_host_measures_every_op_without_a_gpu():
+    """In a process without the interpreter, by short rounds."""
+    short = "import sys; from bench import host; from bench.__main__ import main\n"
+    short += "host.ROUNDS = host.CALLS = 1\nsys.exit(main(['host', '--device', 'cpu']))"
+    variables = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", short], env=variables, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    units, _, _, *rows = done.stdout.splitlines()
+    assert "a launch" in units
+    assert [row.split("  ")[0] for row in rows] == ["a view", "six gradients", *host.OPS]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter in place of the launches")
