@@ -28,7 +28,7 @@ from bench.plan import WHOLE
 from bench.rows import read_rows
 from bench.run import Machine, run, this_machine, wanted_by
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, make_console
+from fastvit_kernels.commands.console import CommandError, Parser, make_console
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 MEASURED = {
@@ -41,7 +41,7 @@ MEASURED = {
 
 def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=raw)
+    parser = Parser("python -m bench", description=__doc__, formatter_class=raw)
     add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
     says = "check, time and tune in ten minutes"
     quick.add_arguments(add("quick", help=says, description=quick.__doc__, formatter_class=raw))

@@ -74,7 +74,7 @@ def _trained_model(weights: Path) -> tuple[nn.Module, Any, Any]:
     safetensors: Any = require("safetensors", "safetensors")
     with refusing(f"{weights} is not of `train`; other weights need --model NAME", Exception):
         with safetensors.safe_open(weights, "pt") as file:
-            facts = json.loads(file.metadata()["fastvit_kernels"])
+            facts = json.loads((file.metadata() or {})["fastvit_kernels"])
         model = make_model(argparse.Namespace(**facts), len(facts["classes"]))
         model.load_state_dict(read_file(weights))
     return model, facts["mean"], facts["std"]
@@ -84,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     require("matplotlib.figure", "matplotlib")
     name, weights = arguments.model, arguments.weights
-    if not weights.is_file():
-        raise CommandError(f"there is no file {weights}")
+    for path in (arguments.image, weights):
+        if not path.is_file():
+            raise CommandError(f"there is no file {path}")
     if name is None:
         model, mean, std = _trained_model(weights)
     else:
@@ -99,16 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
     with backend("torch"):
         layers, from_cls = figures.head_attention(model, ((pixels - mean) / std)[None])
     pixels = figures.patch_area(model, pixels)
-    with refusing(f"--out {arguments.out} cannot be written", OSError):
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        paths = [
-            arguments.out / f"{arguments.image.stem}-layer{index:02d}.png"
-            for index in range(len(layers))
-        ]
-        for index, (layer, path) in enumerate(zip(layers, paths, strict=True)):
-            title = f"{arguments.image.name}, layer {index}"
-            figures.draw_attention(pixels, [layer], from_cls, path, title)
-    console.print(
-        f"{len(paths)} layers, {layers[0].shape[0]} heads each: {paths[0]} to {paths[-1]}"
-    )
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / arguments.image.stem
+    paths = [Path(f"{stem}-layer{index:02d}.png") for index in range(len(layers))]
+    for index, (layer, path) in enumerate(zip(layers, paths, strict=True)):
+        title = f"{arguments.image.name}, layer {index}"
+        figures.draw_attention(pixels, [layer], from_cls, path, title)
+    console.print(f"{len(paths)} layers, {len(layers[0])} heads each: {paths[0]} to {paths[-1]}")
     return 0

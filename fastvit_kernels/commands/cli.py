@@ -17,7 +17,7 @@ import torch
 
 from .. import __version__
 from ..runtime.triton import HAS_TRITON
-from .console import CommandError
+from .console import CommandError, Parser
 
 INTERPRET = "TRITON_INTERPRET"
 DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compare, tune."
@@ -39,7 +39,7 @@ def _module(command: str) -> Any:
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """The parser; only the command that `words` name is imported and gets its arguments."""
-    parser = argparse.ArgumentParser(prog="fastvit-kernels", description=DESCRIPTION)
+    parser = Parser(prog="fastvit-kernels", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():

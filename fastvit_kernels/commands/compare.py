@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -43,16 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--out", help="write a CSV and a picture there")
 
 
-def images_of(folder: Path | None, count: int, shape: tuple[int, int, int]) -> Tensor:
-    """Random images, or the first in a folder and the folders inside it: fp32, normalised.
-
-    Raises: CommandError where there are fewer, or one cannot be read.
-    """
-    if folder is None:
-        return torch.randn(count, *shape)
+def image_files(folder: Path, count: int) -> list[Path]:
+    """The first images in a folder and the folders inside it."""
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)[:count]
     if len(files) < count:
-        raise CommandError(f"--data {folder} holds {len(files)} images; --batch wants {count}")
+        what = f"holds {len(files)} images" if folder.is_dir() else "is not a folder"
+        raise CommandError(f"--data {folder} {what}; --batch wants {count} images")
+    return files
+
+
+def images_of(files: Sequence[Path], count: int, shape: tuple[int, int, int]) -> Tensor:
+    """These images, normalised, or random ones: fp32."""
+    if not files:
+        return torch.randn(count, *shape)
     images = torch.stack([read_image(file, shape) for file in files])
     return (images - images.mean((0, 2, 3), True)) / images.std((0, 2, 3), keepdim=True)
 
@@ -70,21 +73,17 @@ def progress() -> Callable[[str], None]:
 def run(arguments: argparse.Namespace) -> int:
     """The command: 1 where a way fails or breaks the 2x rule, 130 after Ctrl-C."""
     device = options.chosen_device(arguments)
-    on_gpu, out = device.type == "cuda", arguments.out
+    on_gpu = device.type == "cuda"
     dtype = arguments.dtype or ("bf16" if on_gpu else "fp32")
     name = arguments.model or (options.MODEL if on_gpu else SMALL)
     batch = arguments.batch or (BATCH if on_gpu else SMALL_BATCH)
-    if out is not None:
-        with refusing(f"--out {out} cannot be written", OSError):
-            out.mkdir(parents=True, exist_ok=True)  # noticed before the model is built
+    files = image_files(arguments.data, batch) if arguments.data is not None else []
     torch.manual_seed(0)
-    say = progress()
-    say(f"building {name}")
     model = build_model(name, img_size=arguments.img_size).to(device)
     model.train(arguments.train)
     shape = input_shape(model, arguments.img_size)
-    images = images_of(arguments.data, batch, shape).to(device)
-    with refusing(f"{name} does not run", torch.OutOfMemoryError):
+    images = images_of(files, batch, shape).to(device)
+    with refusing(f"{name} does not run on images {[batch, *shape]}", Exception):
         found = compare(
             model,
             images,
@@ -93,11 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
             autocast=None if dtype == "fp32" else DTYPES[dtype],
             seconds=arguments.time_budget,
             name=name,
-            say=say,
+            say=progress(),
         )
     print(found)
-    if out is not None:
-        with refusing(f"--out {out} cannot be written", OSError):
-            print("written:", *found.save(out))
+    if arguments.out is not None:
+        print("written:", *found.save(arguments.out))
     failed = any(row.status != "ok" for row in found.rows)
     return 130 if found.interrupted else int(failed)

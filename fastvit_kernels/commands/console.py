@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
 import platform
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,17 +31,25 @@ class CommandError(Exception):
     """A mistake that the user can mend, wherever it is met; its text is all that is shown."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, where argparse puts the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help says what there is)\n")
+
+
 @contextmanager
 def refusing(what: str, *errors: type[BaseException]) -> Iterator[None]:
     """Turn these errors into a CommandError that says what went wrong, then why."""
     try:
         yield
+    except CommandError:  # says it already
+        raise
     except errors as error:
-        reason = " ".join(str(error).split())[:400] or type(error).__name__
-        if isinstance(error, KeyError):  # an unpickler's key is a number, which says nothing
-            named = error.args and isinstance(error.args[0], str)
-            reason = f"it lacks {reason}" if named else "the file is damaged"
-        raise CommandError(f"{what}: {reason}") from error
+        told = getattr(error, "strerror", None) or str(error)
+        reason = " ".join(told.split())[:400] or type(error).__name__
+        lacks = "it lacks " if isinstance(error, KeyError) else ""
+        raise CommandError(f"{what}: {lacks}{reason}") from error
 
 
 def require(module: str, package: str, install: str = '-e ".[train]"') -> ModuleType:

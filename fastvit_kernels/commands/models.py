@@ -33,6 +33,7 @@ from ..models.vit import VisionTransformer
 from ..runtime.compat import define_torchvision_operators
 from ..runtime.dtypes import DTYPES
 from .console import CommandError, refusing, require
+from .options import NAMES
 
 _RENAMED = {  # our (and timm's) name -> the library's own
     "torchvision": {"img_size": "image_size"},
@@ -44,7 +45,7 @@ def _timm(name: str, **overrides: Any) -> nn.Module:
     import timm
 
     if not timm.is_model(name):
-        raise _unknown(name, timm.list_models(), "timm:")
+        raise _unknown(f"timm:{name}", timm.list_models(), "a name of timm.list_models()")
     return timm.create_model(name, pretrained=False, **overrides)
 
 
@@ -53,7 +54,8 @@ def _torchvision(name: str, **overrides: Any) -> nn.Module:
 
     names = models.list_models(models)
     if name not in names:
-        raise _unknown(name, names, "torchvision:")
+        wanted = "a name of torchvision.models.list_models()"
+        raise _unknown(f"torchvision:{name}", names, wanted)
     if overrides.pop("in_chans", 3) != 3:
         raise CommandError(f"torchvision:{name} takes images of 3 channels")
     return models.get_model(name, weights=None, **overrides)
@@ -67,24 +69,29 @@ def _transformers(name: str, **overrides: Any) -> nn.Module:
 
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if file.is_file():
-        content = json.loads(file.read_text())
-        if not isinstance(content, dict) or content.get("model_type") not in CLASSIFIERS:
-            raise CommandError(f"{file} is no config of an image classifier of transformers")
+        with refusing(f"{file} is no config of an image classifier of transformers", ValueError):
+            content = json.loads(file.read_text())
+            found = content.get("model_type") if isinstance(content, dict) else None
+            if found not in CLASSIFIERS:
+                raise ValueError(f"its model_type is {found}")
         config = AutoConfig.for_model(**{**content, **overrides})
     elif name in CLASSIFIERS:
         config = AutoConfig.for_model(name, **overrides)
     else:
-        raise _unknown(name, CLASSIFIERS, "hf:", "; no file of that name either")
+        wanted = "a type of transformers' image classifiers, or a config.json"
+        raise _unknown(f"hf:{name}", CLASSIFIERS, wanted)
     return AutoModelForImageClassification.from_config(config)
 
 
 _HOSTS = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
 
 
-def _unknown(name: str, names: Iterable[str], host: str = "", more: str = "") -> CommandError:
-    near = [host + n for n in difflib.get_close_matches(name, list(names), 4, 0.5)]
+def _unknown(name: str, names: Iterable[str], wanted: str) -> CommandError:
+    """`names` are those of the same host, without its prefix."""
+    host, colon, rest = name.rpartition(":")
+    near = [host + colon + n for n in difflib.get_close_matches(rest, list(names), 4, 0.5)]
     hint = f"; near names: {', '.join(near)}" if near else ""
-    return CommandError(f"unknown model '{host}{name}'{more}{hint}")
+    return CommandError(f"unknown model {name!r}; wanted {wanted}{hint}")
 
 
 def _own(name: str, **overrides: Any) -> VisionTransformer:
@@ -95,8 +102,7 @@ def _own(name: str, **overrides: Any) -> VisionTransformer:
             import timm
 
             names += [f"timm:{n}" for n in timm.list_models()]
-        wanted = "; wanted a name of create_vit, timm:NAME, torchvision:NAME or hf:TYPE"
-        raise _unknown(name, names, more=wanted)
+        raise _unknown(name, names, NAMES)
     return create_vit(name, **overrides)
 
 
@@ -104,23 +110,18 @@ def _yours(module: str, name: str, **overrides: Any) -> nn.Module:
     """What a callable of the user's gives; its module may lie in the working directory."""
     sys.path.insert(0, os.getcwd())
     try:
-        build = getattr(importlib.import_module(module), name, None)
+        build = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        known = ", ".join(f"{h}:" for h in _HOSTS)
-        raise CommandError(
-            f"unknown model '{module}:{name}'; a prefix is one of {known} or a module of yours"
-        ) from None
+        if error.name != module.partition(".")[0] and error.name != module:
+            raise  # something that the module itself imports
+        raise _unknown(f"{module}:{name}", (), NAMES) from None
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(build):
-        raise CommandError(f"{module} has no callable {name!r}")
     if "img_size" not in inspect.signature(build).parameters:
         overrides.pop("img_size", None)
     model = build(**overrides)
     if not isinstance(model, nn.Module):
-        raise CommandError(f"{module}:{name} gave a {type(model).__name__}, wanted a model")
+        raise CommandError(f"{module}:{name} gave {type(model).__name__}, wanted torch.nn.Module")
     return model
 
 
@@ -137,7 +138,7 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
     host, colon, rest = name.partition(":")
     if overrides.get("img_size") is None:
         overrides.pop("img_size", None)
-    with refusing(f"--model {name}", TypeError, ValueError, AssertionError, OSError):
+    with refusing(f"--model {name}", Exception):  # a callable of the user's may raise anything
         if not colon:
             return _own(name, **overrides)
         if host not in _HOSTS:
@@ -184,18 +185,27 @@ def logits_of(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
-    """An image turned upright, cropped about its centre and resized to (channels, height, width):
-    fp32 from 0 to 1."""
+def open_image(path: str | Path, mode: str = "RGB") -> Any:
+    """A PIL image of 8 bits a channel, turned upright.
+
+    Raises: CommandError that names the file, where pillow cannot read it.
+    """
     pillow, ops = require("PIL.Image", "pillow"), require("PIL.ImageOps", "pillow")
-    channels, height, width = shape
     broken = (OSError, ValueError, SyntaxError, KeyError, pillow.DecompressionBombError)
     with refusing(f"{path} cannot be read as an image", *broken), pillow.open(path) as opened:
         image = ops.exif_transpose(opened)
         if image.mode.startswith(("I", "F")):
             raise ValueError(f"mode {image.mode}; 8 bits a channel are wanted")
-        image = image.convert("L" if channels == 1 else "RGB")
-        image = ops.fit(image, (width, height), pillow.Resampling.BICUBIC)
+        return image.convert(mode)
+
+
+def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
+    """An image turned upright, cropped about its centre and resized to (channels, height, width):
+    fp32 from 0 to 1."""
+    pillow, ops = require("PIL.Image", "pillow"), require("PIL.ImageOps", "pillow")
+    channels, height, width = shape
+    image = open_image(path, "L" if channels == 1 else "RGB")
+    image = ops.fit(image, (width, height), pillow.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, channels).permute(2, 0, 1) / 255
 

@@ -6,6 +6,7 @@ A command takes those it needs.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,33 +25,31 @@ MOST_PROCESSES = 1024
 MOST_PIXELS = 2**14  # of a side
 
 
-def _number(
-    kind: Callable[[str], Any], fits: Callable[[Any], bool], wanted: str
-) -> Callable[[str], Any]:
+Number = Callable[[str], Any]
+
+
+def _number(kind: Number, fits: Callable[[Any], bool], wanted: str) -> Number:
     """An argparse type. `fits` compares, so that NaN never fits and no integer is too long."""
 
     def parse(text: str) -> Any:
-        value = kind(text)
-        if not fits(value):
-            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
-        return value
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        what = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"must be {what} {wanted}, got {text[:40]!r}")
 
     parse.__name__ = kind.__name__
     return parse
 
 
-def positive(kind: Callable[[str], Any], most: float = MOST) -> Callable[[str], Any]:
+def positive(kind: Number, most: float = MOST) -> Number:
     """An argparse type: a number above 0."""
     return _number(kind, lambda value: 0 < value <= most, f"above 0 and at most {most}")
 
 
-def within(kind: Callable[[str], Any], least: float, most: float) -> Callable[[str], Any]:
+def within(kind: Number, least: float, most: float) -> Number:
     """An argparse type: a number from least to most."""
     return _number(kind, lambda value: least <= value <= most, f"from {least} to {most}")
-
-
-share = _number(float, lambda value: 0 <= value < 1, "from 0 to below 1")
-part = _number(float, lambda value: 0 < value < 1, "above 0 and below 1")
 
 
 def _device(text: str) -> str:
@@ -58,6 +57,16 @@ def _device(text: str) -> str:
         if torch.device(text).type in ("cpu", "cuda"):
             return text
     raise argparse.ArgumentTypeError(f"must be cpu, cuda or cuda:N, got {text}")
+
+
+def _folder(text: str) -> Path:
+    """An argparse type; a command makes the folder once it has something to write."""
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "is not writable" if there.is_dir() else "is a file"
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {there} {what}")
+    return Path(text)
 
 
 FLAGS: dict[str, dict[str, Any]] = {
@@ -83,7 +92,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
     "--seed": dict(type=within(int, 0, 2**32 - 1), metavar="SEED"),
     "--json": dict(action="store_true", help="print JSON and nothing else"),
-    "--out": dict(type=Path, metavar="DIR"),
+    "--out": dict(type=_folder, metavar="DIR"),
     "--time-budget": dict(type=positive(float), metavar="SECONDS"),
 }
 

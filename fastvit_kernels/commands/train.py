@@ -23,13 +23,14 @@ from torch.utils.data import DataLoader, Subset
 
 from ..accuracy.plain_vit import agreement
 from ..accuracy.runner import quiet_interpreter
+from ..fuse.swap import swap_in
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend, get_backend
 from ..runtime.files import write_atomically, write_text
 from ..weights.files import read_pickle
 from . import console, figures, options
 from .console import CommandError, refusing, require
-from .models import build_model, fused_model, host_errors, input_shape, logits_of
+from .models import build_model, host_errors, input_shape, logits_of, open_image
 
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
 DIGITS = dict(model="digits", img_size=8, in_chans=1, epochs=40, batch=64, lr=2e-3)
@@ -59,31 +60,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Namespace:
-    """The options given, completed by defaults, and --out made where nothing is lost."""
-    given = {name: getattr(arguments, name) for name in OPTIONS}
-    config: dict[str, Any] = dict(
-        FOLDER if arguments.data else DIGITS, seed=0, compile=False, workers=4
-    )
-    config["dtype"] = "bf16" if device.type == "cuda" else "fp32"
-    config |= {name: value for name, value in given.items() if value is not None}
-    if arguments.data and not Path(arguments.data).is_dir():
-        raise CommandError(f"--data {arguments.data} is not a folder")
-    config["data"] = str(Path(arguments.data).resolve()) if arguments.data else "digits"
-    if arguments.data or arguments.model:
-        with torch.device("meta"):  # says at once that a model is unknown, or not a ViT
-            model = build_model(config["model"], img_size=arguments.img_size)
-        if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-            raise CommandError(f"--model {config['model']} has no attention: it is no ViT")
-        config["img_size"] = input_shape(model, arguments.img_size)[1]
-    first = Path("runs", Path(config["data"]).name)
+    """The options given, completed by defaults."""
+    defaults = dict(DIGITS if arguments.data is None else FOLDER, seed=0, compile=False, workers=4)
+    defaults["dtype"] = "bf16" if device.type == "cuda" else "fp32"
+    given = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    config = argparse.Namespace(**{"data": "digits", "img_size": None, **defaults, **given})
+    if arguments.data is not None:
+        if not Path(arguments.data).is_dir():
+            raise CommandError(f"--data {arguments.data} is not a folder")
+        config.data = str(Path(arguments.data).resolve())
+    if config.model != "digits" and arguments.img_size is None:
+        config.img_size = None  # the model's own
+    with torch.device("meta"):  # says at once that a model is unknown, or not a ViT
+        model = build_vit(config, num_classes=2)
+    config.img_size = input_shape(model, config.img_size)[1]
+    first = Path("runs", Path(config.data).name)
     numbered = (first.with_name(f"{first.name}-{n}") if n > 1 else first for n in count(1))
-    config["out"] = arguments.out or next(path for path in numbered if not path.exists())
-    if (config["out"] / CHECKPOINT).exists():
-        raise CommandError(f"{config['out']} holds a run: add --resume, or name another folder")
-    with refusing(f"--out {config['out']} cannot be written", OSError):
-        config["out"].mkdir(parents=True, exist_ok=True)
-        write_text(config["out"] / METRICS, "")
-    return argparse.Namespace(**config)
+    config.out = arguments.out or next(path for path in numbered if not path.exists())
+    if (config.out / CHECKPOINT).exists():
+        raise CommandError(f"{config.out} holds a run: add --resume, or name another folder")
+    return config
 
 
 def old_run(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -96,8 +92,9 @@ def old_run(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str
     with refusing(f"{path} cannot be read as a checkpoint", Exception):
         content = read_pickle(path)
         config = argparse.Namespace(**content["config"], out=arguments.out)
-    for name in OPTIONS:
-        given, held = getattr(arguments, name), getattr(config, name)
+        wanted = {name: getattr(config, name) for name in OPTIONS}
+    for name, held in wanted.items():
+        given = getattr(arguments, name)
         given = str(Path(given).resolve()) if name == "data" and given else given
         if given is not None and given != held:
             flag = name.replace("_", "-")
@@ -168,8 +165,11 @@ class Folder:
         size, folder = config.img_size, config.data
         crop = [tv.RandomResizedCrop(size), tv.RandomHorizontalFlip(), *last]
         centre = [tv.Resize(size), tv.CenterCrop(size), *last]
-        with refusing(f"--data {folder}", OSError):
-            crops, centres = (datasets.ImageFolder(folder, tv.Compose(t)) for t in (crop, centre))
+        with refusing(f"--data {folder} must hold a folder of images for each class", OSError):
+            crops, centres = (
+                datasets.ImageFolder(folder, tv.Compose(t), loader=open_image)
+                for t in (crop, centre)
+            )
         self.classes, labels = crops.classes, torch.tensor(crops.targets)
         self.workers = dict(num_workers=config.workers)
         if len(self.classes) < 2 or min(labels.bincount()) < 2:
@@ -181,26 +181,48 @@ class Folder:
         self.digest = hashlib.sha256(repr(crops.samples).encode()).hexdigest()
 
     def batches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
-        yield from DataLoader(self.train, size, True, generator=generator, **self.workers)
+        return self._read(DataLoader(self.train, size, True, generator=generator, **self.workers))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        yield from DataLoader(self.held_out, 256, **self.workers)
+        return self._read(DataLoader(self.held_out, 256, **self.workers))
+
+    def _read(self, batches: DataLoader) -> Iterator[Batch]:
+        try:
+            yield from batches
+        except CommandError as error:  # of a worker: its traceback, then the message
+            raise CommandError(str(error).rpartition("CommandError: ")[2].strip()) from error
+
+
+def build_vit(config: argparse.Namespace, num_classes: int) -> nn.Module:
+    """The model of --model, as its library builds it."""
+    shape = dict(img_size=config.img_size, in_chans=config.in_chans, num_classes=num_classes)
+    if config.model == "digits":
+        with refusing("the small ViT for digits", ValueError):
+            return VisionTransformer(**{**DIGITS_VIT, **shape})
+    model = build_model(config.model, **shape)
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        raise CommandError(f"--model {config.model} has no module named attention, a ViT has")
+    return model
 
 
 def make_model(config: argparse.Namespace, num_classes: int) -> nn.Module:
-    """With random weights, by the seed."""
+    """With random weights, by the seed, on our kernels."""
     torch.manual_seed(config.seed)
-    shape = dict(img_size=config.img_size, in_chans=config.in_chans, num_classes=num_classes)
-    if config.model != "digits":
-        return fused_model(config.model, **shape)
-    with refusing("the small ViT for digits", ValueError):
-        model = VisionTransformer(**{**DIGITS_VIT, **shape})
-    # timm's 0.02, which suits C = 768, starves the branches and positions of a narrow model
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-    if model.pos_embed is not None:
+    model = build_vit(config, num_classes)
+    if config.model == "digits":
+        # timm's 0.02, which suits C = 768, starves the branches and positions of a narrow model
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
         nn.init.trunc_normal_(model.pos_embed, std=0.3)
+    elif not isinstance(model, VisionTransformer):
+        image = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
+        with refusing(f"--model {config.model}, images {[*image.shape]}", Exception):
+            with torch.no_grad():
+                found = logits_of(model.eval()(image))
+            if found.shape != (1, num_classes):
+                raise ValueError(f"gives {[*found.shape]}, wanted logits [1, {num_classes}]")
+        swap_in(model)
     return model
 
 
@@ -289,7 +311,7 @@ class Run:
     def restore(self, content: dict[str, Any]) -> None:
         if content["images"] != self.images.digest:
             raise CommandError("the images are not those that the run was trained on")
-        with refusing(f"{self.config.out / CHECKPOINT} does not fit", Exception):
+        with refusing(f"{self.config.out / CHECKPOINT} does not fit its model", Exception):
             self.model.load_state_dict(content["model"])
             self.optimizer.load_state_dict(content["optimizer"])
             self.history = content["history"]
@@ -366,21 +388,23 @@ def run(arguments: argparse.Namespace) -> int:
     device, out = options.chosen_device(arguments), console.make_console()
     require("matplotlib.figure", "matplotlib")
     config, content = old_run(arguments) if arguments.resume else (new_run(arguments, device), None)
+    images = Digits(config, device) if config.data == "digits" else Folder(config)
+    training = Run(config, images, device)
+    if content is not None:
+        training.restore(content)
+    config.out.mkdir(parents=True, exist_ok=True)
     steps = get_backend()
     if device.type == "cpu" and steps == "auto":
         out.print("No GPU: the check runs in Triton's interpreter, the training in PyTorch.")
         steps = "torch"
     if config.data == "digits" and device.type == "cpu":
         torch.set_num_threads(1)  # small matrices, whose bits then do not depend on the cores
-    images = Digits(config, device) if config.data == "digits" else Folder(config)
-    training = Run(config, images, device)
     reason = options.kernels_reason(device, config.dtype)
     if arguments.check and reason:
         out.print(f"The kernels are not checked: {reason}.")
     elif arguments.check and not agrees(training, out):
         return 1
     if content is not None:
-        training.restore(content)
         out.print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
     parameters = sum(p.numel() for p in training.model.parameters())
     out.print(

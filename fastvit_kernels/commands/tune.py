@@ -23,7 +23,7 @@ from ..runtime.configs import TABLES, Choice, forced, install, recording
 from ..runtime.operator import LAUNCHERS
 from ..runtime.tuned_table import Entry, TableError
 from . import options
-from .console import CommandError
+from .console import CommandError, refusing
 from .models import fused_model, input_shape, run_step
 
 ROUNDS = 7  # of a config and the default in turn
@@ -125,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.cuda.set_device(device)
     here = gpu(device)
     options.require_kernels(device)
+    with refusing(f"{tuned_table.table_path(here)} cannot be written", OSError):
+        tuned_table.table_path(here).parent.mkdir(parents=True, exist_ok=True)
     model = fused_model(arguments.model, img_size=arguments.img_size).to(device)
     images = torch.randn(arguments.batch, *input_shape(model, arguments.img_size), device=device)
     model.train(arguments.train)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
 import stat
 import zipfile
@@ -90,7 +89,9 @@ def read_pickle(path: Path, advice: str = "") -> Any:
         _check_archive(path)
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own message advises trusting it
+    except OSError:
+        raise
+    except Exception as error:  # torch's own message advises trusting it, or is a bare number
         found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
         if found is None:
             raise ValueError("it is not a checkpoint of torch.save") from error

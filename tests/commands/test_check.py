@@ -111,12 +111,6 @@ def test_the_row_of_a_case_is_the_one_nearest_its_limit(monkeypatch, capsys):
     assert " dweight " in capsys.readouterr().out
 
 
-def test_check_rejects_an_unknown_case(capsys):
-    assert cli.main(["check", "--only", "convolution"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--only convolution: no case" in line and "layer_norm, " in line and len(line) < 400
-
-
 def _dies(device, dtype, name):
     os._exit(1)
 

@@ -127,27 +127,11 @@ def test_help_lists_the_commands(capsys):
     assert len(out.splitlines()) <= 24, "one screen"
 
 
-def test_unknown_command_is_a_users_mistake(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["polish"])
-    assert stop.value.code == 2
-    assert "polish" in capsys.readouterr().err
-
-
 def test_a_missing_package_names_the_extra(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["train", "--out", str(tmp_path / "run")]) == 2
     assert 'pip install -e ".[train]"' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "said"), [("config", "it lacks 'config'"), (174812789, "the file is damaged")]
-)
-def test_a_key_that_is_missing_is_named_if_it_says_something(key, said):
-    mistake = pytest.raises(console.CommandError, match=f"run.pt: {said}")
-    with mistake, console.refusing("run.pt", KeyError):
-        {}[key]
 
 
 def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_path):
@@ -203,29 +187,7 @@ def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, name, global_poo
             assert len(image.convert("RGB").getcolors(1 << 24)) > 100
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["photo.jpg", "--weights", "absent.pth"], "there is no file absent.pth"),
-        (["photo.jpg", "--weights", "absent.pth", "--model", "vit_mnist"], "no file absent.pth"),
-        (["photo.jpg", "--weights", "photo.jpg"], "other weights need --model"),
-        (["photo.jpg", "--weights", "bad.pth", "--model", "vit_mnist"], "bad.pth"),
-        (["photo.jpg", "--weights", "bad.pth", "--model", "resnet50"], "unknown model"),
-        (["absent.png", "--weights", "good.pth", "--model", "vit_mnist"], "absent.png cannot be"),
-    ],
-)
-def test_attention_maps_mistakes(tmp_path, photo, words, message, monkeypatch, capsys):
-    from fastvit_kernels import create_vit
-
-    monkeypatch.chdir(tmp_path)
-    torch.save({"x": torch.ones(1)}, "bad.pth")
-    torch.save(create_vit("vit_mnist").state_dict(), "good.pth")
-    assert cli.main(["attention-maps", *words]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "attention-maps").exists()
-
-
-def test_options_of_attention_maps_are_values(capsys):
+def test_options_of_attention_maps_are_values():
     words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
     assert dict(map(attention_maps._option, words)) == {
         "depth": 2,
@@ -235,9 +197,6 @@ def test_options_of_attention_maps_are_values(capsys):
         "x": True,
         "y": [1, 2],
     }
-    with pytest.raises(SystemExit):
-        cli.main(["attention-maps", "photo.jpg", "--weights", "good.pth", "--option", "depth"])
-    assert "--option: must be NAME=VALUE, got depth" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -277,9 +236,6 @@ def test_images_are_cropped_about_their_centre_and_turned_upright(tmp_path):
     pixels = read_image(tmp_path / "a.png", (1, 4, 4))
     assert pixels.shape == (1, 4, 4) and pixels[0, 0, 3] == 1 and pixels.sum() == 1
     assert read_image(tmp_path / "a.png", (3, 2, 2)).shape == (3, 2, 2)
-    Image.new("I", (4, 4)).save(tmp_path / "deep.tiff")
-    with pytest.raises(console.CommandError, match=r"deep\.tiff cannot be read .*8 bits"):
-        read_image(tmp_path / "deep.tiff", (1, 4, 4))
 
 
 def test_one_thread_of_blas_unless_the_user_says_otherwise(monkeypatch):

@@ -61,21 +61,6 @@ def test_a_flag_takes_the_same_kind_of_value_everywhere():
     assert all(len(kind) == 1 for flag, kind in kinds.items() if flag not in ("--train", "--infer"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["tune", "--device", "tpu"], "must be cpu, cuda or cuda:N, got tpu"),
-        (["tune", "--batch", "0"], "must be above 0 and at most 2147483647, got 0"),
-        (["tune", "--time-budget", "-1"], "must be above 0 and at most 2147483647, got -1"),
-        (["tune", "--train", "--infer"], "not allowed with"),
-    ],
-)
-def test_values_that_no_command_takes(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(words)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
 # The least and the most that each number takes; everything between is its meaning, all else is a
 # mistake. Ints must be whole.
 INTS = {
@@ -150,23 +135,13 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
     for value in outside:
         with pytest.raises(SystemExit) as stop:
             read(value)
-        lines = capsys.readouterr().err.splitlines()
-        assert stop.value.code == 2
-        said = f"{program} {command}: error: argument {flag}"
-        assert lines[-1].startswith(said), value
-        assert all(line.startswith(("usage: ", " ")) for line in lines[:-1])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and line.startswith(f"{program} {command}: argument {flag}")
 
 
 def test_limits_are_of_flags_that_are_there():
     flags = {flag for _, flag, _ in _numbers()}
     assert {name.split()[-1] for name in (*INTS, *FLOATS)} <= flags
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there():
-    with pytest.raises(CommandError, match="--device cuda:3: torch sees no GPU"):
-        options.chosen_device(argparse.Namespace(device="cuda:3"))
-    assert options.chosen_device(argparse.Namespace(device=None)) == torch.device("cpu")
 
 
 def test_which_gpu(monkeypatch):
@@ -190,12 +165,6 @@ def test_images_of_one_channel_and_of_no_square(name):
                 32,
                 48,
             )
-
-
-def test_torchvision_has_three_channels():
-    pytest.importorskip("torchvision")
-    with pytest.raises(CommandError, match="takes images of 3 channels"):
-        build_model("torchvision:vit_b_32", in_chans=1)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -242,35 +211,6 @@ def test_a_config_on_disk(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert input_shape(build_model(f"hf:{tmp_path}")) == (1, 16, 16)
     assert input_shape(build_model(f"hf:{tmp_path / 'config.json'}", img_size=32)) == (1, 32, 32)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(CommandError, match="is no config of an image classifier"):
-        build_model(f"hf:{tmp_path}")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("vit_smal_patch16_224", "near names: vit_small_patch16_224"),
-        ("resnet50", "near names: timm:resnet50"),
-        ("timm:vit_tiny_patch16_225", "near names: timm:vit_tiny_patch16_224"),
-        ("hf:dinov", "near names: hf:dinov2"),
-        ("torchvision:vit_b_15", "near names: torchvision:vit_b_16"),
-        ("jax:vit", "a prefix is one of timm:, torchvision:, hf:"),
-    ],
-)
-def test_an_unknown_name_gets_the_near_ones(name, message):
-    for package in ("timm", "torchvision", "transformers"):
-        pytest.importorskip(package)
-    with pytest.raises(CommandError, match=f"unknown model .*{message}"):
-        build_model(name)
-
-
-def test_arguments_that_a_model_does_not_take():
-    pytest.importorskip("timm")
-    with pytest.raises(CommandError, match=r"--model timm:resnet18: .*depth"):
-        build_model("timm:resnet18", depth=2)
-    with pytest.raises(ValueError, match="near names: vit_tiny_patch16_"):
-        fk.create_vit("vit_tiny_patch16")
 
 
 def test_bf16_in_an_interpreter_that_computes_it_wrongly_is_refused(tmp_path, monkeypatch, capsys):

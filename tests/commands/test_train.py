@@ -149,19 +149,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_runs_never_overwrite_each_other(tmp_path, capsys):
+def test_runs_never_overwrite_each_other(tmp_path):
     words = [*QUICK[:-1], 1]
     assert run(*words) == 0
     assert run(*words, "--seed", 1) == 0
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["digits", "digits-2"]
-    before = (tmp_path / "runs/digits/checkpoint.pt").read_bytes()
-    assert run(*words, "--out", "runs/digits") == 2
-    assert "holds a run" in capsys.readouterr().err
-    assert (tmp_path / "runs/digits/checkpoint.pt").read_bytes() == before
     first, second = (checkpoint(tmp_path / "runs" / name) for name in ("digits", "digits-2"))
     assert not torch.equal(first["model"]["head.weight"], second["model"]["head.weight"])
-    assert run("--resume", "--epochs", "9", "--out", "runs/digits-2") == 2
-    assert "--epochs 9 differs from the 1" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path, capsys):
@@ -212,9 +206,10 @@ def test_a_folder_of_images(tmp_path, capsys, workers):
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     out = capsys.readouterr().out
     assert "10 training and 2 held-out images, 2 classes" in out
-    Image.new("RGB", (9, 9)).save(tmp_path / "pets/cat/new.png")
-    assert run("--resume", "--no-check", "--out", "parts") == 2
-    assert "not those that the run was trained on" in capsys.readouterr().err
+    (tmp_path / "pets/cat/0.png").write_text("torn")
+    assert run(*words, "--no-check", "--out", "torn") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pets/cat/0.png cannot be read as an image" in line and "Traceback" not in line
 
 
 def test_a_model_of_another_library(tmp_path, capsys):
@@ -229,56 +224,6 @@ def test_a_model_of_another_library(tmp_path, capsys):
     Image.linear_gradient("L").save("image.png")
     weights = f"run/{command.WEIGHTS}"
     assert cli.main(["attention-maps", "image.png", "--weights", weights]) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--lr", "-1"], "must be above 0"),
-        (["--epochs", "0"], "must be above 0"),
-        (["--model", "timm:resnet18"], "--model timm:resnet18 has no attention"),
-        (["--model", "vit_smal_patch16_224"], "near names: vit_small_patch16_224"),
-        (["--data", "absent"], "--data absent is not a folder"),
-        (["--data", "empty"], "empty"),
-        (["--out", "file/run"], "--out file/run cannot be written"),
-        (["--out", "file"], "--out file cannot be written"),
-        (["--img-size", "1"], "the small ViT for digits"),
-        (["--resume"], "--resume needs --out"),
-        (["--resume", "--out", "empty"], "there is no checkpoint"),
-        (["--resume", "--out", "other"], "cannot be read as a checkpoint"),
-    ],
-)
-def test_mistakes_are_one_line_before_any_work(tmp_path, capsys, words, message):
-    if "resnet18" in words[-1]:
-        pytest.importorskip("timm")
-    if words[-1] == "empty":
-        pytest.importorskip("torchvision")
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/checkpoint.pt").write_text("not one")
-    try:
-        status = run(*words)
-    except SystemExit as stop:  # argparse's, below its usage
-        status = stop.code
-    said = capsys.readouterr()
-    line = said.err.splitlines()[-1]
-    assert status == 2 and line.startswith("fastvit-kernels train: ") and message in line
-    usage = said.err.splitlines()[:-1]
-    assert all(each.startswith(("usage: ", " ")) for each in usage)
-    assert "epoch" not in said.out and not list(tmp_path.rglob("weights*"))
-
-
-def test_nothing_in_a_checkpoint_is_executed(tmp_path, capsys):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "evil"),)
-
-    (tmp_path / "run").mkdir()
-    torch.save({"config": Evil()}, tmp_path / "run/checkpoint.pt")
-    assert run("--resume", "--out", "run") == 2
-    assert "cannot be read as a checkpoint" in capsys.readouterr().err
-    assert not (tmp_path / "evil").exists()
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero():

@@ -176,14 +176,6 @@ def test_a_damaged_or_foreign_table_is_ignored_with_one_warning(written, name):
         assert table.choose(HERE, 7) == DEFAULT
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("words", [[], ["--time-budget", "5"]], ids=str)
-def test_without_a_gpu_it_says_so(words, capsys, tmp_path):
-    assert cli.main(["tune", *words]) == 2
-    assert "by measuring them on a GPU" in capsys.readouterr().err
-    assert not list((tmp_path).iterdir())
-
-
 @pytest.mark.gpu
 def test_tune_on_a_gpu(tmp_path, capsys):
     words = ["--model", "vit_mnist", "--batch", "64", "--time-budget", "20"]
