@@ -37,8 +37,6 @@ NAMES = {
     "NoFunction": "torch:_C.DisableTorchFunctionSubclass",
     # the __torch_function__ of a class that has none
     "no_torch_function": "torch:_C._disabled_torch_function_impl",
-    # the kernel of attention with an added mask on a GPU, which a fake CPU tensor would not take
-    "efficient_attention": "torch:ops.aten._scaled_dot_product_efficient_attention",
     # the operator of a cast, below autograd
     "cast_operator": "torch:ops.aten._to_copy.default",
     # keeps the GPU's stream busy for so many cycles

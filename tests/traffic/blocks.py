@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -25,20 +24,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.ops import SPREAD, VITS, Shape, lengths
-from fastvit_kernels import (
-    attention,
-    backend,
-    checkpoint_policy,
-    patch_embed,
-    varlen_attention,
-)
+from bench.ops import VITS
+from fastvit_kernels import backend, checkpoint_policy
 from fastvit_kernels.fuse.backend import Options, rewrite
 from fastvit_kernels.ops.common import grad_handoff
 from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.patch_embed.functions import patch_embed_ref
 from fastvit_kernels.runtime.compat import define_torchvision_operators
-from tests.machine.launches import tensor_bytes
 from tests.support.private import compiler_with
 
 from . import graphs
@@ -279,7 +270,6 @@ TOWERS = {
     "RoPE-ViT-B (learnt frequencies)": "vit_base_patch16_rope_mixed_224",
     "EVA02-B (rope, gated MLP)": "eva02_base_patch14_224",
     "AIMv2-L (RMSNorm, gated MLP)": "aimv2_large_patch14_224",
-    "BEiT-B (learnt bias)": "beit_base_patch16_224",
 }
 
 
@@ -409,168 +399,6 @@ def rows() -> Iterator[tuple[str, ...]]:
             yield _row(name, host if provider == "timm" else provider, step, unit(), None)
 
 
-# --- patch embedding and attention alone, where inputs need not be moved. Attention in bf16, with
-# ViT-B's heads: images of 128 to 1024 tokens, padded to the longest or packed; a mask that is
-# learnt. SDPA takes masks as torch dispatches them on CUDA.
-
-PATCHES = (SIZE // PATCH) ** 2
-KEPT_PATCHES = PATCHES // 4
-
-
-def _count(count: Count, call: Callable[[], Tensor]) -> Step:
-    """Forward and backward of one call."""
-    count.calls.clear()
-    out = call()
-    forward = len(count.calls), count.bytes
-    out.backward(torch.empty_like(out))
-    backward = len(count.calls) - forward[0], count.bytes - forward[1]
-    return Step(forward, backward, sum(x.untyped_storage().nbytes() for x in count.kept.values()))
-
-
-def _figures(step: Step) -> tuple[str, ...]:
-    """Launches, then MB."""
-    moved = (step.forward[1], step.backward[1], step.kept)
-    return str(step.forward[0]), str(step.backward[0]), *(f"{n / 1e6:.0f}" for n in moved)
-
-
-def patches(size: str, way: str, ours: bool) -> Step:
-    """Patch embedding under bf16 autocast: of whole images, or of a quarter of the patches.
-
-    A launch counts its tensors whole, but ours reads the pixels of kept patches alone.
-    """
-    C, tokens = VITS[size][0], TOKENS // BATCH
-    function = patch_embed if ours else patch_embed_ref
-    shapes = {
-        "weight": (C, 3, PATCH, PATCH),
-        "bias": (C,),
-        "prefix_tokens": (1, 1, C),
-        "pos_embed": (1, tokens, C),
-    }
-    given: dict[str, Any] = {}
-    with backend("triton"), counting() as count:
-        parameters = {n: torch.empty(s, requires_grad=True) for n, s in shapes.items()}
-        images = torch.empty(BATCH, 3, SIZE, SIZE)
-        if "kept" in way:
-            given["keep"] = torch.zeros(BATCH, KEPT_PATCHES, dtype=torch.int64)
-        with torch.autocast("cpu", torch.bfloat16):
-            step = _count(count, lambda: function(images, **parameters, **given))
-    unread = 0
-    if ours and "keep" in given:
-        unread = tensor_bytes(images) * (PATCHES - KEPT_PATCHES) // PATCHES
-    return step.without(unread, unread)
-
-
-IMAGES = ("whole images", "25 % kept")
-
-
-def patch_rows() -> Iterator[tuple[str, ...]]:
-    """A line for each kind of images: launches and MB of patch_embed, a step of ViT-B/16."""
-    for way in IMAGES:
-        for provider, ours in (("torch", False), ("ours", True)):
-            yield way, provider, *_figures(patches("B", way, ours))
-
-
-_COUNTED = ("launches forward", "backward", "MB forward", "backward", "MB kept")
-PATCH_HEADER = ("images", "patch_embed", *_COUNTED)
-
-
-@dataclass(frozen=True)
-class Way:
-    """Attention of images of their own lengths: what is given, and which pairs are multiplied.
-
-    A launch counts its tensors whole, but where keys are passed over, ours reads no k and v of
-    them, in the forward and where dq is made.
-    """
-
-    name: str
-    call: Callable[[Tensor, list[int]], Tensor]
-    is_packed: bool
-    pairs: Callable[[int, int], int]  # of an image with n tokens, padded to T
-    skips_keys: bool = False
-
-
-def _sdpa(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
-    q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
-
-
-def _by_image(qkv: Tensor, n: list[int]) -> Tensor:
-    return torch.cat([_sdpa(part.unsqueeze(0)) for part in qkv.split(n)], dim=1)
-
-
-def _mask(qkv: Tensor, queries: int) -> Tensor:
-    return torch.empty(len(qkv), 1, queries, qkv.shape[1], dtype=torch.bool)
-
-
-def _packed(qkv: Tensor, n: list[int]) -> Tensor:
-    return varlen_attention(qkv, torch.empty(len(n) + 1, dtype=torch.int32), max(n))
-
-
-WAYS = (
-    Way(
-        "SDPA, mask (B, 1, T, T)",
-        lambda x, n: _sdpa(x, _mask(x, x.shape[1])),
-        False,
-        lambda n, T: T * T,
-    ),
-    Way("SDPA, mask (B, 1, 1, T)", lambda x, n: _sdpa(x, _mask(x, 1)), False, lambda n, T: T * T),
-    Way("SDPA image by image", _by_image, True, lambda n, T: n * n),
-    Way(
-        "attention, mask (B, 1, 1, T)",
-        lambda x, n: attention(x, attn_mask=_mask(x, 1)),
-        False,
-        lambda n, T: n * T,
-        skips_keys=True,
-    ),
-    Way("varlen_attention", _packed, True, lambda n, T: n * n),
-)
-IMAGES_PACKED = Shape("NaFlex-B", 64, 1024, 768, 12, 3072, variant=SPREAD)
-
-
-def images_attended(way: Way, shape: Shape = IMAGES_PACKED) -> Step:
-    """Attention alone, forward and backward, of images of their own lengths."""
-    n = lengths(shape)
-    tokens = (sum(n),) if way.is_packed else (shape.B, shape.T)
-    with backend("triton"), counting() as count:
-        qkv = torch.empty(*tokens, 3, shape.H, shape.D, dtype=torch.bfloat16, requires_grad=True)
-        step = _count(count, lambda: way.call(qkv, n))
-    hidden = 2 * 2 * shape.C * (shape.B * shape.T - sum(n)) if way.skips_keys else 0
-    return step.without(hidden, hidden)
-
-
-def bias_learnt(ours: bool) -> Step:
-    """Attention alone with a learnt bias (1, H, T, T), BEiT-B's, and its gradient."""
-    C, _, H, _ = VITS["B"]
-    T = TOKENS // BATCH
-    with backend("triton"), counting() as count:
-        qkv, bias = (
-            torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((BATCH, T, 3, H, C // H), (1, H, T, T))
-        )
-        return _count(count, lambda: attention(qkv, attn_mask=bias) if ours else _sdpa(qkv, bias))
-
-
-def attention_rows() -> Iterator[tuple[str, ...]]:
-    """Images padded and packed, then a learnt bias: launches, MB, products of the least."""
-    n, T = lengths(IMAGES_PACKED), IMAGES_PACKED.T
-    least = sum(x * x for x in n)
-    for way in WAYS:
-        share = sum(way.pairs(x, T) for x in n) / least
-        name = f"{len(n)} images of {min(n)} to {T} tokens"
-        yield name, way.name, *_figures(images_attended(way)), f"{share:.2f}"
-    for provider, ours in (("SDPA", False), ("attention", True)):
-        name = f"learnt bias, {BATCH} images of {TOKENS // BATCH}"
-        yield name, provider, *_figures(bias_learnt(ours)), "1.00"
-
-
-ATTENTION_HEADER = ("sequences", "attention", *_COUNTED, "products of least")
-
-
-def _marked(header: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    marked = ["| " + " | ".join(line) + " |" for line in (header, *lines)]
-    return "\n".join([marked[0], "|" + " --- |" * len(header), *marked[1:]])
-
-
 def table() -> str:
-    parts = (HEADER, rows()), (ATTENTION_HEADER, attention_rows()), (PATCH_HEADER, patch_rows())
-    return "\n\n".join(_marked(header, lines) for header, lines in parts)
+    lines = ["| " + " | ".join(line) + " |" for line in (HEADER, *rows())]
+    return "\n".join([lines[0], "|" + " --- |" * len(HEADER), *lines[1:]])

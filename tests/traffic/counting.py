@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from fastvit_kernels.ops import recomputed_norm, recomputed_sum
 from fastvit_kernels.ops.common import gemm
@@ -25,7 +23,7 @@ from fastvit_kernels.runtime.compat import FakeTensorMode, TorchDispatchMode, pl
 from fastvit_kernels.runtime.operator import LAUNCHERS
 from tests.machine.aot import TARGETS
 from tests.machine.launches import tensor_bytes
-from tests.support.private import efficient_attention, tree_leaves
+from tests.support.private import tree_leaves
 
 GPU = "sm_90"  # its configs and routes
 
@@ -108,41 +106,6 @@ def left_out(name: str, given: dict[str, Any]) -> int:
     return round(sum(tensor_bytes(given[n]) * share for n in names))
 
 
-class _MasksAsOnCuda(TorchFunctionMode):
-    """SDPA with a mask as torch dispatches it on CUDA: a CPU takes the scores to memory where the
-    mask needs a gradient, CUDA's memory-efficient kernel the mask's gradient of each sample."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            return _masked_sdpa(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _masked_sdpa(
-    sdpa: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    mask = attn_mask if mask is None else mask
-    if mask is None:
-        return sdpa(q, k, v, None, dropout_p, is_causal, **options)
-    if torch.is_autocast_enabled("cpu"):
-        q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
-    if mask.dtype is torch.bool:
-        mask = torch.where(mask, torch.zeros((), dtype=q.dtype), float("-inf"))
-    mask = mask.to(q.dtype)
-    if any(stride % 8 for stride in mask.stride()[:-1]):  # rows of 16 bytes
-        mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
-    mask = mask.expand(*q.shape[:-1], k.shape[-2])
-    return efficient_attention(q, k, v, mask, True, dropout_p, scale=options.get("scale"))[0]
-
-
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
     places = {place_of_storage(x.untyped_storage()) for x in args if isinstance(x, Tensor)}
     results = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
@@ -204,7 +167,6 @@ def counting() -> Iterator[Count]:
         patch.object(recomputed_norm, "is_hooked", lambda: False),  # by our own
         patch.object(recomputed_sum, "is_hooked", lambda: False),
         FakeTensorMode(),
-        _MasksAsOnCuda(),
         mode,
     ):
         _KEPT.append(count.kept)
@@ -230,8 +192,3 @@ class Step(NamedTuple):
             minus(self.backward, other.backward),
             self.kept - other.kept,
         )
-
-    def without(self, forward: int, backward: int) -> Step:
-        """With so many bytes moved less."""
-        (calls, bytes_), (calls_back, bytes_back) = self.forward, self.backward
-        return Step((calls, bytes_ - forward), (calls_back, bytes_back - backward), self.kept)

@@ -183,49 +183,6 @@ def test_traffic_of_a_model_is_what_is_promised(name, way):
     assert step.kept / unit() < kept
 
 
-def test_traffic_of_kept_patches():
-    """The pixels of dropped patches never move."""
-    whole, kept = (traffic.patches("S", way, True) for way in traffic.IMAGES)
-    pixels = traffic.BATCH * 3 * traffic.SIZE**2
-    for side in (0, 1):
-        assert whole[side][1] - kept[side][1] > 4 * pixels * 3 // 4  # and fewer tokens
-    assert whole.kept == 4 * pixels
-    by_torch = traffic.patches("S", "25 % kept", False)
-    assert kept.forward[1] < by_torch.forward[1] / 10 and kept.kept < by_torch.kept
-
-
-def test_traffic_of_images_padded_and_packed():
-    """By hand, in elements of the longest's tokens: what padding costs, and what is left of it."""
-    B, T, C, H = 4, 16, 64, 2
-    shape = traffic.Shape("tiny", B, T, C, H, 0, variant=traffic.SPREAD)
-    tokens = sum(traffic.lengths(shape))
-    assert tokens < B * T
-    by_name = {way.name: traffic.images_attended(way, shape) for way in traffic.WAYS}
-    packed, keys = by_name["varlen_attention"], by_name["attention, mask (B, 1, 1, T)"]
-    whole = by_name["SDPA, mask (B, 1, T, T)"]
-
-    def lse(rows):
-        return 4 * H * rows
-
-    starts, rows = 4 * (B + 1), tokens + 4 * B  # at most: rows of lse begin at multiples of four
-    assert 0 <= 2 * 4 * C * tokens + lse(rows) + starts - packed.forward[1] <= lse(4)
-    out, qkv = 2 * C * B * T, 6 * C * B * T
-    hidden = 2 * 2 * C * (B * T - tokens)  # k and v of padding
-    assert keys.forward == (1, qkv - hidden + out + B * T + lse(B * T))
-    # the mask goes to bf16 and is read, a 16-bit number a pair
-    assert whole.forward[1] > keys.forward[1] + (1 + 2 + 2) * B * T * T
-    assert packed.kept < keys.kept < whole.kept
-    assert packed.backward[1] < keys.backward[1] < whole.backward[1]
-
-
-def test_traffic_of_a_learnt_bias():
-    """Ours sums its gradient in the kernel; SDPA's writes one for each sample, and adds them."""
-    torch_, ours = (traffic.bias_learnt(ours) for ours in (False, True))
-    ds = 2 * traffic.BATCH * 12 * 197**2  # in bf16
-    assert torch_.backward[1] - ours.backward[1] > 2 * ds
-    assert abs(torch_.forward[1] - ours.forward[1]) < 0.01 * ours.forward[1]
-
-
 PAGE = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
@@ -259,15 +216,6 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
         ("S", "swapped, by block"),
     ]
 
-    monkeypatch.setattr(traffic, "images_attended", lambda way: step)
-    monkeypatch.setattr(traffic, "bias_learnt", lambda ours: step)
-    page, found = _cells(traffic.ATTENTION_HEADER), list(traffic.attention_rows())
-    assert [(*row[:2], row[-1]) for row in found] == [(*row[:2], row[-1]) for row in page]
-    assert found[0][2:5] == ("3", "4", f"{50 * unit / 1e6:.0f}")
-
-    monkeypatch.setattr(traffic, "patches", lambda *given: step)
-    page, found = _cells(traffic.PATCH_HEADER), list(traffic.patch_rows())
-    assert [row[:2] for row in found] == [row[:2] for row in page]
 
 
 def test_what_the_partitioner_keeps_of_a_block():
