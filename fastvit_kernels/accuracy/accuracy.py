@@ -269,7 +269,7 @@ class Reference:
         return measure_all(_named(actual, actual_grads), specification, oracle, dtype)
 
     def errors(self, function: Function) -> list[Error]:
-        """Of each output of function and each input's gradient, beside PyTorch's own.
+        """Of each output of function and each input's gradient, next to PyTorch's own.
 
         Args:
             function: the kernel; called with the inputs on their own strides and dtypes.

@@ -1,4 +1,4 @@
-"""Our model beside itself on PyTorch's ops: what `check` and `train` compare before a run.
+"""Our model against itself on PyTorch's ops: what `check` and `train` compare before a run.
 
 On the "torch" backend each op is its specification; that the model is put together as timm's,
 torchvision's and transformers' are, the tests of the models say.

@@ -91,6 +91,6 @@ def run_case(case: Case, dtype: str) -> Result:
     try:
         with backend("triton"), quiet_interpreter(), poisoned():
             errors = case.reference.errors(case.function)
-    except Exception as error:  # whatever a kernel raises, the others are still checked
+    except Exception as error:  # a kernel may raise anything; the others are still checked
         failure = first_line(error)
     return Result(case.name, dtype, errors, failure, time.perf_counter() - started)

@@ -211,7 +211,7 @@ class Race:
         self.found.append(made)
 
     def first_step(self, run: Callable[[], Any]) -> Any:
-        """With its time, so that nobody waits in the dark."""
+        """Say how long it took: it may compile."""
         start = time.monotonic()
         loss = run().double().cpu()
         self.say(f"  the first of {self.steps} steps took {time.monotonic() - start:.1f} s")

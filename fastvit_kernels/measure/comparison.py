@@ -21,7 +21,7 @@ class Row:
         images_per_s: of the first tensor's first axis.
         peak_mib: memory at the peak of a step above what stays; None on a CPU.
         host_ms: until the host has queued a step; None on a CPU.
-        speedup: eager's time over this one's; None beside wrong numbers, where a way of ours ran no
+        speedup: eager's time over this one's; None with wrong numbers, where a way of ours ran no
             kernel, or where one has no time. `speedup_p20` and `speedup_p80` are its spread.
         loss_gap: the largest difference from eager's loss over the first steps.
         kernels: whether any of our kernels ran.
@@ -128,7 +128,7 @@ class Comparison:
         return [path, picture]
 
     def draw(self, axes: Any) -> None:
-        """A bar a way, its spread, and beside it what the bar says."""
+        """A bar a way with its spread and its label."""
         rows = [row for row in self.rows if row.ms is not None]
         times = [row.ms for row in rows]
         spreads = [(r.ms - r.ms_p20, r.ms_p80 - r.ms) for r in rows]  # type: ignore[operator]

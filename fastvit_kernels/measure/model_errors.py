@@ -95,7 +95,7 @@ def model_errors(
     autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> list[Error]:
-    """Outputs and all gradients of the swapped model beside the host's, by the 2x rule.
+    """Errors of the swapped model's outputs and gradients against the host's, by the 2x rule.
 
     The oracle is the host in float64, the yardstick the host in the model's own dtype.
 

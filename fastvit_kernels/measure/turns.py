@@ -27,7 +27,7 @@ def alternate(rounds: int, *samples: Callable[[], T]) -> list[list[T]]:
 
 @dataclass
 class Contender:
-    """Someone who is ready to be timed, and what the turns gave."""
+    """What is ready to be timed, and the times of its turns."""
 
     name: str
     run: Callable[[], Any]
@@ -62,11 +62,11 @@ def take_turns(
     rounds: int = ROUNDS,
     at_work: Callable[[str], Any] = lambda name: None,
 ) -> None:
-    """Time everybody; one that raises has its outcome and no further turn.
+    """Time each in turn; one that raises has its outcome and no further turn.
 
     Args:
         flush: whether each sample begins with a cold cache.
-        at_work: is told who comes next, to be named if the process does not survive.
+        at_work: is told which comes next, to name it if the process does not survive.
     Raises: DeviceLost.
     """
     for c in [c for _ in range(rounds) for c in contenders]:
@@ -90,7 +90,7 @@ def time_together(
     at_work: Callable[[str], Any] = lambda name: None,
 ) -> None:
     """Time in turns those that run well, for so many ms in all; at most so many samples of each in
-    a turn, at least one. Times of before are left out: whoever has none runs twice before."""
+    a turn, at least one. Former times are left out; a contender without any runs twice first."""
     take_turns([c for c in contenders if not c.times], timer, flush=flush, rounds=2)
     right = [c for c in contenders if c.outcome.status == OK]
     for c in right:

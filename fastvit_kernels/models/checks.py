@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cache_dir": (None, _LOAD),
     "features_only": (
         False,
-        f"forward_features(images) gives the last tokens; for those of other blocks {_SWAP}",
+        f"forward_features(images) gives the last tokens; for tokens of other blocks {_SWAP}",
     ),
     "out_indices": (None, _SWAP),
     "scriptable": (False, "torch.export and torch.compile take the model as it is"),

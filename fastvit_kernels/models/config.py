@@ -133,7 +133,7 @@ class ViTConfig(_Checked):
         return int(self.class_token) + self.reg_tokens
 
     def block(self, i: int) -> dict[str, Any]:
-        """The arguments of block i: those of the same names, and the others."""
+        """The arguments of block i: what has the same name here, and the rest."""
         names = {f.name for f in fields(BlockConfig)} & {f.name for f in fields(self)}
         return {name: getattr(self, name) for name in names} | dict(
             dim=self.embed_dim,

@@ -1,7 +1,7 @@
 """The parts of a block, in the order an image meets them: PatchEmbed, a norm, Attention, Mlp.
 
-Each reads the weights of its torch layers and passes them to a fused op. A layer that somebody has
-changed (a hook, LoRA, a quantised weight) is called instead: see runtime/plain.py.
+Each reads the weights of its torch layers and passes them to a fused op. A changed layer (a hook,
+LoRA, a quantised weight) is called instead: see runtime/plain.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def rate_of(dropout: Any) -> float:
 
 
 def _cuts(proj: Any) -> bool:
-    """Whether a projection is that of patches side by side, which nobody watches."""
+    """Whether a projection cuts patches side by side, and has no hook."""
     usual = type(proj) is nn.Conv2d and proj.groups == 1 and proj.dilation == (1, 1)
     usual = usual and proj.padding in ((0, 0), "valid") and proj.kernel_size == proj.stride
     return usual and not is_hooked(proj) and is_raw(proj.weight)

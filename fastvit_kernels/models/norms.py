@@ -96,7 +96,7 @@ def norm_and_input(norm: nn.Module, x: Tensor, samples: Tensor | None) -> tuple[
 
 
 def can_rebuild(norm: nn.Module) -> bool:
-    """Whether a backward may run the norm again, with nobody to notice."""
+    """Whether a backward may run the norm again: ours, without a hook."""
     return type(norm) in (LayerNorm, RmsNorm) and not is_hooked(norm)
 
 

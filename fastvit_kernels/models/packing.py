@@ -53,8 +53,8 @@ class Crops:
         return [part.unflatten(0, size) for part, size in zip(parts, self.sizes, strict=True)]
 
     def factors(self, draw: Callable[[Tensor], Tensor | None], x: Tensor) -> Tensor | None:
-        """(total,) of what `draw` gives the images of each size, (B,), for rows like those of x; or
-        None, where it gives none."""
+        """What `draw` gives the images of each size, (B,), as a factor a token, (total,); or None,
+        where it gives none. x says dtype and device."""
         drawn = [draw(x[:B]) for B, _ in self.sizes]
         rows = [each for each in drawn if each is not None]
         return torch.cat(rows)[self.image] if rows else None

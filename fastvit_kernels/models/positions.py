@@ -1,4 +1,4 @@
-"""Learned positions of one grid of patches -> those of another."""
+"""Learned positions, resampled from one grid of patches to another."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class RotaryEmbedding(nn.Module):
 
     A row for each patch in the order of PatchEmbed; column i is paired with i + D/2. The tables of
     the model's own grid are buffers: no state_dict holds them, and they stay fp32 when the model
-    does not. Those of another grid are computed at each call. Stands for timm's
+    does not. Tables of another grid are computed at each call. Stands for timm's
     RotaryEmbeddingDinoV3.
     """
 

@@ -80,7 +80,7 @@ def check_epilogue(
 
 
 def _check_kept(op: str, x: Tensor, N: int, residual: Tensor | None, samples: Tensor) -> None:
-    """Raise unless x has the samples that `samples` keeps of those of the residual."""
+    """Raise unless x has as many samples as `samples` keeps of the residual's."""
     if x.ndim < 2 or residual is None or residual.ndim == 0:
         raise TypeError(
             f"{op}: row_scale must be floating point, got torch.int64: what keep_samples gave "

@@ -191,8 +191,8 @@ def _device_reason(x: Tensor) -> str | None:
 @functools.cache
 @constant_when_traced
 def _interprets_bf16() -> bool:
-    """Whether Triton's interpreter multiplies bf16 and rounds to it, as those of 3.5 to 3.9 do not:
-    their products are of raw bits, their casts truncate."""
+    """Whether Triton's interpreter multiplies bf16 and rounds to it. From 3.5 to 3.9 it does not:
+    it multiplies raw bits, and its casts truncate."""
     try:
         import numpy as np
         from triton.runtime.interpreter import TensorHandle, interpreter_builder

@@ -1,6 +1,6 @@
 """What a selective checkpoint keeps of its forward, by what running it again would cost.
 
-A policy sees operators, torch's and ours, by their names: so it knows those of other releases and
+A policy sees operators, torch's and ours, by their names: so it knows other releases' and other
 packages too. Counts: docs/swap.md.
 """
 
@@ -63,7 +63,7 @@ def checkpoint_policy(name: Literal["attention", "matmul"]) -> Policy:
     Args:
         name: "attention" keeps attention's output and row sums, so that its forward runs once.
             "matmul" also keeps products of matrices. The rest is computed again. Our fc1 is, too:
-            its operator gives the activation beside what goes into it.
+            its operator gives the activation and what goes into it.
     Returns: a policy for `create_selective_checkpoint_contexts`, of eager and compiled models,
         swapped, ours or plain. `.context_fn` makes its contexts: for `checkpoint`, transformers'
         `gradient_checkpointing_enable` and the checkpoint_wrapper of torch.distributed.

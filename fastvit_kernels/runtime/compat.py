@@ -278,7 +278,7 @@ def torch_sdpa_with(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's own attention beside a mask; by its formula where it has a gradient and the mask is
+    """torch's own attention with a mask; by its formula where it has a gradient and the mask is
     added.
 
     torch's fused backwards rebuild p from lse = m + log l, where a finite mask that hides all keys
@@ -335,12 +335,12 @@ def constant_when_traced(function: Function) -> Function:
     return function
 
 
-# torchvision, and what imports it, beside a torch that its binary is not for.
+# torchvision, and what imports it, with a torch that its binary is not for.
 
 
 @functools.cache
 def define_torchvision_operators() -> None:
-    """Let torchvision, and timm through it, be imported beside a torch that its binary is not for.
+    """Let torchvision, and timm through it, be imported with a torch that its binary is not for.
 
     Its import registers fake versions of two operators of that binary; its models are plain
     PyTorch, for which the operators' names are enough. Nothing happens where the binary loads.

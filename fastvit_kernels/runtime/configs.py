@@ -1,6 +1,6 @@
 """Which launch config a kernel takes for a shape on a GPU: shipped, tuned by the user, or forced.
 
-A `ConfigTable` belongs to one decision ("layer_norm_fwd") and stands beside its kernel. Its key is
+A `ConfigTable` belongs to one decision ("layer_norm_fwd") and stands next to its kernel. Its key is
 what the decision may depend on, sizes already put into buckets, so that few keys cover all shapes.
 `default` is what ships; a table that `fastvit-kernels tune` measured on this GPU goes before it,
 and is read from the user's cache folder (tuned_table.py) at the first choice on that GPU.

@@ -20,7 +20,7 @@ def unwritten(path: Path, error: BaseException) -> OSError:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Call write(file) on a temporary file beside `path`, which then takes the place of `path`.
+    """Call write(file) on a temporary file next to `path`, which then takes the place of `path`.
 
     Whatever interrupts it, `path` holds either the old content or the new.
     Raises: OSError that names `path`, where it cannot be written.

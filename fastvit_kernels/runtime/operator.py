@@ -32,7 +32,7 @@ class Operator(NamedTuple):
     registered: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """On the route that everybody sees."""
+        """On the route that modes and compilers see."""
         return self.registered(*args)
 
 
@@ -51,7 +51,7 @@ def operator(
     the fake too: the operator, all of whose outputs are tensors, gives (0,) in fp32 for it.
 
     Args:
-        fake: returns uninitialised outputs, from those of the launcher's arguments that its own
+        fake: returns uninitialised outputs, from the launcher's arguments that its own
             names say; the launcher may call it to allocate.
         flops: likewise, with shapes in place of tensors -> what torch's FlopCounterMode counts for
             torch's own functions: matrix products, 2 a multiply-add.

@@ -73,7 +73,7 @@ def entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
         shipped = next(c for c in table.configs if repr(fields(c)) == repr(found.config))
         assert table.fits(gpu, shipped, *found.key), "it does not fit"
         return found, shipped
-    except Exception as error:  # whatever a table or a key that is none does
+    except Exception as error:  # a wrong table or key may raise anything
         raise TableError(f"{str(raw)[:120]} is no entry that ships: {error!r}") from error
 
 

@@ -1,7 +1,7 @@
 """A debug switch for checks that read a tensor's values, such as indices: each waits for the GPU.
 
 Off, an op looks at shapes, dtypes and devices alone, and its kernels read no memory that is not
-theirs whatever the values say. Beside it, whether equal inputs must give equal bits.
+theirs, whatever the values are. Also here: whether equal inputs must give equal bits.
 """
 
 from __future__ import annotations

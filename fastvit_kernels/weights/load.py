@@ -203,7 +203,7 @@ def load_weights(
 ) -> WeightsReport:
     """Read the weights of any ViT family into a model.
 
-    The source may have timm's names (those of its ViT and its DINOv3), torchvision's or
+    The source may have timm's names (its ViT's and its DINOv3's), torchvision's or
     transformers' (ViT, DeiT, DINOv2, DINOv3; before and since 5.9), or be a JAX .npz of the ViT
     paper or of big_vision. A trainer's wrappers ("model", "state_dict", "module.") come off.
     Position embeddings of another grid are resized (bicubic, antialias). Nothing is written unless
