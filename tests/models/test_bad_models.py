@@ -90,6 +90,10 @@ _SCALE = [
     *((x, "T:init_values must be a number, got") for x in ("1e-5", True, [1e-5])),
 ]
 
+_FLAGS = "no_embed_class pre_norm fc_norm pool_include_prefix qkv_bias qk_norm dynamic_img_size"
+_FLAGS += " fix_init"
+_RATES = "drop_rate pos_drop_rate proj_drop_rate attn_drop_rate drop_path_rate"
+
 CONSTRUCTORS = [
     *_arguments(
         fk.LayerNorm,
@@ -172,41 +176,22 @@ CONSTRUCTORS = [
         fk.VisionTransformer,
         SMALL,
         {
+            **{n: _flag(n) for n in _FLAGS.split()},
+            **{n: _count(n) for n in "in_chans num_heads attn_head_dim".split()},
+            **{n: _count(n, 0) for n in "num_classes depth reg_tokens representation_size".split()},
+            **{n: _rate(n) for n in _RATES.split()},
             "img_size": _sizes("img_size"),
             "patch_size": _sizes("patch_size"),
-            "in_chans": _count("in_chans"),
-            "num_classes": _count("num_classes", 0),
             "global_pool": [
                 ("map", r"global_pool must be one of \('', 'avg', 'token'\), got 'map'"),
                 *((x, "T:global_pool must be one of") for x in (None, 3, ["avg"])),
             ],
             "embed_dim": [*_count("embed_dim"), (20, "D must be a multiple of 8, got 10")],
-            "depth": _count("depth", 0),
-            "num_heads": _count("num_heads"),
             "mlp_ratio": _RATIO,
             "init_values": _SCALE,
             "class_token": [*_flag("class_token"), (False, "'token' needs class_token=True")],
-            "no_embed_class": _flag("no_embed_class"),
-            "reg_tokens": _count("reg_tokens", 0),
-            "pre_norm": _flag("pre_norm"),
-            "fc_norm": _flag("fc_norm"),
-            "pool_include_prefix": _flag("pool_include_prefix"),
-            "qkv_bias": _flag("qkv_bias"),
-            **{
-                name: _rate(name)
-                for name in (
-                    "drop_rate",
-                    "pos_drop_rate",
-                    "proj_drop_rate",
-                    "attn_drop_rate",
-                    "drop_path_rate",
-                )
-            },
             "act_layer": _ACTIVATION,
             "norm_eps": _eps("norm_eps"),
-            "attn_head_dim": _count("attn_head_dim"),
-            "representation_size": _count("representation_size", 0),
-            "qk_norm": _flag("qk_norm"),
             "pos_embed": [
                 ("rope", r"pos_embed must be one of \('learn', 'none'\), got 'rope'"),
                 (None, "T:pos_embed must be one of"),
@@ -215,8 +200,6 @@ CONSTRUCTORS = [
                 ("mixed", r"rope_type must be one of \('', 'dinov3'\), got 'mixed'"),
                 (None, "T:rope_type must be one of"),
             ],
-            "dynamic_img_size": _flag("dynamic_img_size"),
-            "fix_init": _flag("fix_init"),
             "weight_init": [
                 ("xavier", "weight_init must be one of .*, got 'xavier'"),
                 (None, "T:weight_init must be one of"),
@@ -269,51 +252,34 @@ def test_constructor_signatures():
         fk.Mlp(16)
 
 
-def _block() -> fk.Block:
-    return fk.Block(16, 2)
-
-
 def _vit(**overrides: Any) -> fk.VisionTransformer:
     return fk.VisionTransformer(**{**SMALL, **overrides})
 
 
-def _plain_norm() -> fk.LayerNorm:
-    return fk.LayerNorm(8, elementwise_affine=False)
-
-
-# label -> (module, its input, the error, what it says)
-FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {}
-for _name, _make, _argument, _good in (
-    ("LayerNorm", lambda: fk.LayerNorm(8), "x", rand(2, 8, grad=False)),
-    ("LayerNorm without weight", _plain_norm, "x", rand(2, 8, grad=False)),
-    ("PatchEmbed", lambda: fk.PatchEmbed(16, 8, 3, 16), "images", rand(1, 3, 16, 16, grad=False)),
-    ("Attention", lambda: fk.Attention(16, 2), "x", rand(1, 5, 16, grad=False)),
-    ("Mlp", lambda: fk.Mlp(16, 8), "x", rand(1, 5, 16, grad=False)),
-    ("Block", _block, "x", rand(1, 5, 16, grad=False)),
-    ("VisionTransformer", _vit, "images", rand(1, 3, 16, 16, grad=False)),
-):
-    for _kind, _x, _error, _message in (
-        ("None", None, TypeError, f"{_argument} must be a Tensor, got NoneType"),
-        ("list", [[1.0]], TypeError, f"{_argument} must be a Tensor, got list"),
-        ("int", _good.long(), TypeError, f"{_argument} must be floating point, got torch.int64"),
-        ("sparse", _good.to_sparse(), TypeError, f"{_argument} must be a dense strided tensor"),
-        ("scalar", torch.ones(()), ValueError, "must|the last axis of x must be 8, got"),
-        ("width", torch.ones(*_good.shape[:-1], 7), ValueError, "must"),
-        ("meta", _good.to("meta"), ValueError, "must be on meta, got"),
-    ):
-        if not (_name == "LayerNorm without weight" and _kind == "meta"):  # there nothing differs
-            FORWARDS[f"{_name}-{_kind}"] = (_make, _x, _error, _message)
-_EMBED = partial(fk.PatchEmbed, 16, 8)
-_DTYPE = "must have the dtype of x, torch.float16, got torch.float32"
-for _label, _make, _x, _error, _message in (
-    ("PatchEmbed-rank", _EMBED, torch.ones(3, 16, 16), ValueError, "4 axes"),
-    ("PatchEmbed-channels", _EMBED, torch.ones(1, 4, 16, 16), ValueError, "3 channels, got 4"),
-    ("PatchEmbed-size", _EMBED, torch.ones(1, 3, 16, 24), ValueError, r"must be \(16, 16\) .* got"),
-    ("Attention-rank", partial(fk.Attention, 16, 2), rand(5, 16), ValueError, "must have 3 axes"),
-    ("Attention-dtype", partial(fk.Attention, 16, 2), rand(1, 5, 16).half(), TypeError, _DTYPE),
-    ("Mlp-dtype", partial(fk.Mlp, 16, 8), rand(1, 5, 16).half(), TypeError, _DTYPE),
-):
-    FORWARDS[_label] = (_make, _x, _error, _message)
+# label -> (module, its input, the error, what it says); what an op checks, tests/ops/ has.
+_EMBED, _NORM = partial(fk.PatchEmbed, 16, 8, 3, 16), partial(fk.LayerNorm, 8)
+_BARE = partial(fk.LayerNorm, 8, elementwise_affine=False)
+FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
+    **{
+        f"{name}-{kind}": (make, x, error, message.format(argument))
+        for name, make, argument, good in (
+            ("LayerNorm", _NORM, "x", rand(2, 8, grad=False)),
+            ("LayerNorm without weight", _BARE, "x", rand(2, 8, grad=False)),
+            ("PatchEmbed", _EMBED, "images", rand(1, 3, 16, 16, grad=False)),
+            ("VisionTransformer", _vit, "images", rand(1, 3, 16, 16, grad=False)),
+        )
+        for kind, x, error, message in (
+            ("None", None, TypeError, "{} must be a Tensor, got NoneType"),
+            ("int", good.long(), TypeError, "{} must be floating point, got torch.int64"),
+            ("scalar", torch.ones(()), ValueError, "must|the last axis of x must be 8, got"),
+            ("width", torch.ones(*good.shape[:-1], 7), ValueError, "must"),
+        )
+    },
+    "PatchEmbed-rank": (_EMBED, torch.ones(3, 16, 16), ValueError, "4 axes"),
+    "PatchEmbed-channels": (_EMBED, torch.ones(1, 4, 16, 16), ValueError, "3 channels, got 4"),
+    "PatchEmbed-size": (_EMBED, torch.ones(1, 3, 16, 24), ValueError, r"be \(16, 16\) .* got"),
+    "Attention-rank": (partial(fk.Attention, 16, 2), rand(5, 16), ValueError, "must have 3 axes"),
+}
 
 
 @pytest.mark.parametrize("label", FORWARDS)
@@ -336,43 +302,12 @@ def test_meta_device_model():
     assert y.is_meta and y.shape == (2, 3)
 
 
-def _swappable() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8))
-
-
-SWAPS: list[tuple[str, Callable[[nn.Module], Any], type[Exception], str]] = [
-    *(
-        (
-            f"{call.__name__}-{x!r:.20}",
-            lambda m, call=call, x=x: call(x),
-            TypeError,
-            f"{call.__name__}: model must be an nn.Module, got {type(x).__name__}",
-        )
-        for call in (fk.swap_in, fk.swap_out)
-        for x in (None, nn.Linear)
-    ),
-    *(
-        (
-            f"swap_in-{argument}={x!r}",
-            lambda m, argument=argument, x=x: fk.swap_in(m, **{argument: x}),
-            TypeError,
-            f"swap_in: {argument} takes names of modules or .* got (int|float|None|tup)",
-        )
-        for argument in ("only", "skip")
-        for x in (3, ["0", None])
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"), [r[1:] for r in SWAPS], ids=[r[0] for r in SWAPS]
-)
-def test_bad_swap(call, error, message):
-    model = _swappable()
-    classes = [type(m) for m in model.modules()]
-    with pytest.raises(error, match=message):
-        call(model)
-    assert [type(m) for m in model.modules()] == classes
+@pytest.mark.parametrize("call", [fk.swap_in, fk.swap_out])
+@pytest.mark.parametrize("x", [None, nn.Linear])
+def test_bad_swap(call, x):
+    message = f"{call.__name__}: model must be an nn.Module, got {type(x).__name__}"
+    with pytest.raises(TypeError, match=message):
+        call(x)
 
 
 MAPS: list[tuple[Any, Any, type[Exception], str]] = [

@@ -106,6 +106,7 @@ def test_the_decoder_is_maes():
     model = encoder()
     images, keep, hidden = drawn()
     decoder = randomise(MaskedDecoder(model, out_dim=48, embed_dim=16, depth=2, num_heads=2))
+    assert decoder.no_weight_decay() <= dict(decoder.named_parameters()).keys()
     features = model.forward_features(images, keep=keep).detach()
     got = decoder(features, keep, hidden)
     x = decoder.embed(features)

@@ -9,7 +9,6 @@ import timm
 import torch
 import transformers
 from timm.layers.pos_embed import resample_abs_pos_embed
-from torchvision.models import VisionTransformer as TorchvisionViT
 
 from fastvit_kernels import VisionTransformer, backend, load_weights
 from fastvit_kernels.weights.names import to_timm
@@ -143,34 +142,6 @@ def _assert_complete(report):
 def _assert_equal_models(a, b):
     for (name, x), (_, y) in zip(a.named_parameters(), b.named_parameters(), strict=True):
         assert torch.equal(x, y), name
-
-
-def test_timm():
-    source, model = _timm(), _vit()
-    report = load_weights(model, source.state_dict())
-    _assert_complete(report)
-    assert report.family == "timm"
-    torch.testing.assert_close(model(_images()), source(_images()))
-
-
-@pytest.mark.parametrize("representation_size", [None, 16])
-def test_torchvision(representation_size):
-    source = TorchvisionViT(
-        image_size=32,
-        patch_size=8,
-        num_layers=DEPTH,
-        num_heads=HEADS,
-        hidden_dim=C,
-        mlp_dim=4 * C,
-        num_classes=CLASSES,
-        representation_size=representation_size,
-    )
-    source = _randomised(source)
-    model = _vit(representation_size=representation_size)
-    report = load_weights(model, source.state_dict())
-    _assert_complete(report)
-    assert report.family == "torchvision"
-    torch.testing.assert_close(model(_images()), source(_images()))
 
 
 @pytest.mark.parametrize("generation", ["new", "old"])

@@ -217,7 +217,6 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
     ]
 
 
-
 def test_what_the_partitioner_keeps_of_a_block():
     """More than ours, and no weights; its choice is torch's own."""
     kept = traffic.kept_by_partitioner("Ti", 2) - traffic.kept_by_partitioner("Ti", 1)
