@@ -37,7 +37,7 @@ def compare(model=None, x=None, **settings):
     )
 
 
-def test_a_comparison_says_at_once_what_it_runs_and_how_long():
+def test_compare_says_progress():
     said = []
     compare(say=said.append, name="tiny")
     assert said[0] == "tiny: eager, swapped; 2 first steps of each, then 0 s in turns"
@@ -46,7 +46,7 @@ def test_a_comparison_says_at_once_what_it_runs_and_how_long():
     assert [line for line in said if "turn" in line][-1] == "turn 5 of 5"
 
 
-def test_without_a_kernel_there_is_a_time_and_no_ratio():
+def test_compare_without_kernels_has_no_ratio():
     with fk.backend("torch"):
         found = compare(ways=["swapped", "backend"])
     ours = found.rows[1:]
@@ -59,13 +59,13 @@ def test_without_a_kernel_there_is_a_time_and_no_ratio():
     assert not re.search(r"\d\.\d\dx", str(found))
 
 
-def test_where_kernels_run_there_is_a_ratio_with_its_spread():
+def test_compare_ratio_and_spread():
     with fk.backend("triton"):  # Triton's interpreter
         row = compare(ways=["swapped"]).rows[1]
     assert row.kernels and row.speedup_p20 <= row.speedup <= row.speedup_p80
 
 
-def test_a_ratio_whose_spread_holds_1_is_within_the_noise():
+def test_compare_within_noise():
     fast = Row("swapped", 1.0, speedup=1.5, speedup_p20=1.4, speedup_p80=1.6, kernels=True)
     noise = Row("swapped", 1.0, speedup=1.1, speedup_p20=0.9, speedup_p80=1.3, kernels=True)
     assert fast.ratio == "1.50x (1.40 to 1.60)"
@@ -76,7 +76,7 @@ def test_a_ratio_whose_spread_holds_1_is_within_the_noise():
     assert "swapped 1.50x (1.40 to 1.60) of eager" in told
 
 
-def test_wrong_numbers_have_no_ratio(monkeypatch):
+def test_compare_wrong_numbers_have_no_ratio(monkeypatch):
     def spoiled(model):
         fk.swap_in(model)
         model.fc1.weight.data.mul_(1.5)
@@ -87,7 +87,7 @@ def test_wrong_numbers_have_no_ratio(monkeypatch):
     assert row.status == FAILED and row.speedup is None and "2x rule" in row.note
 
 
-def test_the_model_stays_as_it_is_and_a_way_that_fails_is_a_row():
+def test_compare_failing_way():
     model = Mlp()
     before, x = copy.deepcopy(model.state_dict()), torch.randn(2, 5, 16)
 
@@ -104,7 +104,7 @@ def test_the_model_stays_as_it_is_and_a_way_that_fails_is_a_row():
 
 
 @pytest.mark.parametrize("at", ["swapped", "turns"])
-def test_an_interrupt_keeps_what_is_there(monkeypatch, at):
+def test_compare_interrupted(monkeypatch, at):
     prepare, timed = module.Race.prepare, module.time_together
 
     def interrupted(self, model, name):
@@ -135,9 +135,7 @@ def test_compare_rejects():
         compare(x=torch.randn(2, 5, 3))
 
 
-def test_the_command_is_small_on_a_cpu_and_writes_a_table_and_a_picture(
-    tmp_path, capsys, monkeypatch
-):
+def test_compare_command(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("fastvit_kernels.commands.compare.SMALL", "vit_mnist")
     words = ["compare", "--device", "cpu", "--time-budget", "0.01", "--out", str(tmp_path)]
@@ -149,7 +147,7 @@ def test_the_command_is_small_on_a_cpu_and_writes_a_table_and_a_picture(
     assert {p.name for p in tmp_path.iterdir()} == {"compare.csv", "compare.png"}
 
 
-def test_a_step_that_the_host_holds_up_is_said_where_a_person_looks(monkeypatch):
+def test_status_says_host_bound(monkeypatch):
     """By fk.status after swap_in(measure=batch), on a stand-in for a GPU that waits."""
     monkeypatch.setattr("fastvit_kernels.fuse.measure.ROUNDS", 3)
     for share, said in ((0.95, True), (0.5, False)):

@@ -26,7 +26,7 @@ def gpu(monkeypatch):
     return Gpu(monkeypatch)
 
 
-def test_a_sample_is_between_two_events_and_begins_with_a_cold_cache(gpu):
+def test_timer_sample_cold_cache(gpu):
     for flush, before in ((True, ["flush"]), (False, [])):
         gpu.calls.clear()
         assert gpu.timer.sample(lambda: gpu.calls.append("run"), 2, flush) == [2.0, 2.0]
@@ -34,7 +34,7 @@ def test_a_sample_is_between_two_events_and_begins_with_a_cold_cache(gpu):
     assert gpu.cold_mib == 2 * 50
 
 
-def test_memory_is_that_above_what_is_there(gpu):
+def test_timer_memory(gpu):
     """Of a call that takes 7 MiB and leaves 3 behind; its result lives until it is read."""
 
     def run():
@@ -44,7 +44,7 @@ def test_memory_is_that_above_what_is_there(gpu):
     assert gpu.timer.memory_mib(run) == (7.0, 3.0)
 
 
-def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):
+def test_timer_capture(gpu):
     def run(state):
         gpu.calls.append(f"run on {state}")
 
@@ -71,7 +71,7 @@ def test_a_graph_is_captured_warm_on_one_stream_and_replayed(gpu):
     assert gpu.calls == ["replay"]
 
 
-def test_a_capture_that_fails_leaves_nothing_on(gpu, monkeypatch):
+def test_timer_failed_capture(gpu, monkeypatch):
     """As torch leaves it, its pool takes every allocation, and no random number can be drawn."""
 
     class Generator:
@@ -105,7 +105,7 @@ def test_a_capture_that_fails_leaves_nothing_on(gpu, monkeypatch):
     assert [call for call in gpu.calls if call in told] == told
 
 
-def test_a_device_is_lost_where_it_says_so_twice(gpu):
+def test_timer_device_lost(gpu):
     gpu.errors = 1  # of a kernel before: it is reported once
     gpu.timer.clear()
     assert gpu.calls == ["wait", "empty cache"]
@@ -115,13 +115,13 @@ def test_a_device_is_lost_where_it_says_so_twice(gpu):
 
 
 @pytest.mark.parametrize(("hip", "l2", "mib"), [(None, 50, 100), (None, 6, 32), ("7.0", 4, 512)])
-def test_the_cold_buffer_covers_the_last_cache(monkeypatch, hip, l2, mib):
+def test_cold_bytes(monkeypatch, hip, l2, mib):
     """ROCm reports the L2; MI300's Infinity Cache behind it has 256 MiB."""
     monkeypatch.setattr(torch.version, "hip", hip)
     assert cold_bytes(l2 * MIB) == mib * MIB
 
 
-def test_microseconds_are_the_median_of_a_cold_burst():
+def test_microseconds():
     asked = []
 
     class Timer:
@@ -147,7 +147,7 @@ def test_contenders_alternate():
         (AssertionError("none of our kernels ran"), FAILED),
     ],
 )
-def test_a_judge_that_raises_says_ok_of_no_room_alone(error, status):
+def test_judging_errors(error, status):
     def judge():
         raise error
 
@@ -156,7 +156,7 @@ def test_a_judge_that_raises_says_ok_of_no_room_alone(error, status):
     assert found.status == status and wanted in found.note
 
 
-def test_times_of_the_warm_up_do_not_count():
+def test_warm_up_not_timed():
     class Warming(Timer):
         turns = 0
 
@@ -169,7 +169,7 @@ def test_times_of_the_warm_up_do_not_count():
     assert contender.times and {*contender.times} == {1.0}
 
 
-def test_a_gain_must_be_larger_than_the_noise_of_both():
+def test_beats_noise():
     steady = [10.0, 10.1, 9.9, 10.0, 10.1]
     assert beats([9.0] * 5, steady) and not beats([9.9] * 5, steady)  # 1 % is none
     assert not beats([6.0, 9.0, 9.0, 12.0, 12.0], steady)

@@ -61,7 +61,7 @@ def clock_of(path):
 
 
 def _runs(pid):
-    """Whether it is there and no zombie that nobody has reaped."""
+    """Whether it is there, and no zombie."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat") as stat:

@@ -73,7 +73,7 @@ def test_poisoned_outputs(way):
 
 
 def test_run_case_requires_kernels():
-    """Under "auto" a call that no kernel takes would be PyTorch beside itself."""
+    """Under "auto" a call that no kernel takes would compare PyTorch with itself."""
     seen = []
 
     def noted(**inputs):

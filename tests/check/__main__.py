@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(f"FAILED {result.label}: {result.why}", flush=True)
     failed = [result.label for result in results if not result.passed]
     passed = not failed
-    # nobody asks of a selection, nor of what the time allowed, that it reaches every table
+    # a selection, or what the time allowed, need not reach every table
     if every and not (arguments.only or wanted.left_out):
         passed = all_configs.passed(results)
     if arguments.json:

@@ -130,12 +130,12 @@ assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
 """
 
 
-def test_aot_cache_keys_are_those_of_launches():
+def test_aot_cache_keys_equal_launches():
     result = _run("-c", LAUNCHES, "__main__:ours")
     assert result.returncode == 0, result.stderr
 
 
-def test_compile_command_gives_the_kernels_of_a_model():
+def test_compile_command_lists_kernels():
     words = ("--model", "vit_mnist", "--batch", "2", "--infer", "--json")
     result = _run("-m", "tests.machine", "compile", *words)
     assert result.returncode == 0, result.stderr
@@ -162,13 +162,13 @@ raise SystemExit(main(["compile", *words]))
 """
 
 
-def test_compile_command_refuses_a_model_that_launches_nothing():
+def test_compile_command_rejects_idle_model():
     result = _run("-c", IDLE)
     assert result.returncode == 2 and not result.stdout, result.stdout
     assert "__main__:Idle launches no kernel" in result.stderr
 
 
-def test_processes_share_the_kernels_of_a_step(steps):
+def test_processes_share_kernels(steps):
     whole, first, second = steps["shares"]
     assert first and second and not {*first} & {*second}
     assert {*first, *second} == {*whole}
@@ -204,7 +204,7 @@ print(json.dumps(found))
 """
 
 
-def test_the_last_batch_of_an_epoch_compiles_nothing():
+def test_last_batch_compiles_nothing():
     result = _run("-c", BATCHES)
     assert result.returncode == 0, result.stderr
     found = {

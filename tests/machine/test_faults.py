@@ -1,6 +1,6 @@
 """The rules of faults.py and the model, on small kernels compiled for GPUs not there.
 
-Each rule is broken by a kernel that is about it; another kernel, beside it, keeps them all.
+Each rule is broken by a kernel that is about it; another kernel keeps them all.
 """
 
 import json
@@ -126,7 +126,7 @@ def compiled(tmp_path_factory):
         ("registers", ()),  # what the warps themselves store is fenced
     ],
 )
-def test_each_fault_is_found(compiled, name, expected):
+def test_each_fault_found(compiled, name, expected):
     found = compiled[name]["faults"]
     if version_of(triton.__version__) >= (3, 7, 1):  # it fences what cp.async wrote
         expected = tuple(part for part in expected if "cp.async" not in part)
@@ -152,7 +152,7 @@ def test_products_done_are_counted(compiled):
     assert compiled["eight warps"]["products_done"] == pytest.approx([3000 * tile, 13500 * tile])
 
 
-def test_modelled_time_grows_with_the_loop_and_with_faults(compiled):
+def test_modelled_time_grows_with_loop_and_faults(compiled):
     for kernel in (kernel for kernel in compiled.values() if kernel["us"]):
         short, long = kernel["us"]
         assert 1.5 * short < long < 9 * short

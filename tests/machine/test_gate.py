@@ -67,14 +67,14 @@ def run(monkeypatch, tmp_path):
     ],
     ids=str,
 )
-def test_what_no_kernel_may_do(change, message):
+def test_gate_rules(change, message):
     found = gate.broken_rules([replace(KERNEL, **change)])
     assert len(found) == (message is not None)
     name = f"{change.get('arch', 'sm_90')} linear_fwd [BLOCK_M=128 w8 s3; bf16]"
     assert message is None or found[0].startswith(f"{name}: {message}")
 
 
-def test_what_is_recorded_is_left_out_but_for_one_in_64(run, tmp_path):
+def test_gate_skips_recorded_but_one_in_64(run, tmp_path):
     assert run(update=True) == (0, ["f0", "0a"])
     assert run(changed=True) == (0, [])
     first = replace(KERNEL, digest="03")
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_left_out_but_for_one_in_64(run, tmp_path):
     assert {*read_table(tmp_path / "table.csv")} == {"03", "0a"}
 
 
-def test_an_update_of_what_has_changed_keeps_the_other_rows(run, tmp_path):
+def test_gate_update_changed_keeps_rows(run, tmp_path):
     run(update=True)
     new = replace(KERNEL, registers=160, digest="f1")
     assert run(new, OTHER, update=True, changed=True) == (0, ["f1"])
@@ -93,7 +93,7 @@ def test_an_update_of_what_has_changed_keeps_the_other_rows(run, tmp_path):
     assert {digest: row["registers"] for digest, row in rows.items()} == {"f1": "160", "0a": "64"}
 
 
-def test_what_breaks_a_rule_is_not_recorded(run, capsys):
+def test_gate_records_no_broken_rule(run, capsys):
     spilling = replace(KERNEL, spills=8)
     assert run(spilling, OTHER, update=True)[0] == 1
     assert run(spilling, OTHER, changed=True) == (1, ["f0"])
@@ -102,7 +102,7 @@ def test_what_breaks_a_rule_is_not_recorded(run, capsys):
     assert "a case: it does not compile\n" in out and "compile gate: 1 problems" in out
 
 
-def test_other_rules_and_another_triton_ask_every_kernel(run, monkeypatch, tmp_path, capsys):
+def test_gate_other_rules_or_triton_recompile_all(run, monkeypatch, tmp_path, capsys):
     assert run()[0] == 1 and "there is no table" in capsys.readouterr().out
     run(update=True)
     with monkeypatch.context() as context:
@@ -117,7 +117,7 @@ def test_other_rules_and_another_triton_ask_every_kernel(run, monkeypatch, tmp_p
     assert "cannot be read: it has the columns arch, kernel, " in capsys.readouterr().out
 
 
-def test_what_is_more_than_the_table_says(run, capsys):
+def test_gate_compares_with_table(run, capsys):
     """Of a config the worst of its specialisations; one more is a remark, and one less."""
     name = "sm_90 linear_fwd [BLOCK_M=128 w8 s3; bf16]"
     recorded = [row_of(k) for k in (KERNEL, OTHER, replace(KERNEL, arch="sm_100"))]
@@ -140,7 +140,7 @@ def test_what_is_more_than_the_table_says(run, capsys):
     assert "registers 128 -> 129" in capsys.readouterr().out
 
 
-def test_what_the_command_is_told_reaches_the_gate(monkeypatch, capsys):
+def test_gate_command_arguments(monkeypatch, capsys):
     asked = []
     here = [name for name, t in TARGETS.items() if t.least_triton <= VERSION]
     monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
@@ -156,26 +156,6 @@ def test_what_the_command_is_told_reaches_the_gate(monkeypatch, capsys):
         with pytest.raises(SystemExit):
             command.main(["gate", "--update", *words])
         assert "--update writes every row" in capsys.readouterr().err
-
-
-def test_limits_are_the_programming_guides():
-    """Shared memory of an SM in KB, warps, blocks; a block has all of it but 1 KB."""
-    guide = {
-        "sm_80": (164, 64, 32),
-        "sm_86": (100, 48, 16),
-        "sm_89": (100, 48, 24),
-        "sm_90": (228, 64, 32),
-        "sm_100": (228, 64, 32),
-        "sm_103": (228, 64, 32),
-        "sm_110": (228, 48, 24),
-        "sm_120": (100, 48, 24),
-        "sm_121": (100, 48, 24),
-    }
-    nvidia = {name: t for name, t in TARGETS.items() if not t.is_amd}
-    found = {n: (sm.shared // 1024, sm.warps, sm.blocks) for n, sm in resources.SMS.items()}
-    assert found == guide
-    assert all(t.shared_limit == (guide[name][0] - 1) * 1024 for name, t in nvidia.items())
-    assert TARGETS["gfx942"].is_amd and TARGETS["gfx942"].shared_limit == 64 * 1024
 
 
 @pytest.mark.parametrize(
@@ -231,7 +211,7 @@ print(same[0])
 """
 
 
-def test_a_digest_names_everything_that_changes_the_code(tmp_path):
+def test_digest_covers_code(tmp_path):
     script = tmp_path / "digest.py"  # Triton reads a kernel's source from its file
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
@@ -255,7 +235,7 @@ def test_a_digest_names_everything_that_changes_the_code(tmp_path):
     assert len({same, *map(digest, changed)}) == 4  # what a function calls, and reads
 
 
-def test_the_record_is_of_these_rules():
+def test_record_has_current_rules():
     """Of others it says nothing, and CI compiles every kernel again: run gate --update."""
     assert gate.Record.read(gate.TABLE).rules == gate.rules_digest()
     assert all(

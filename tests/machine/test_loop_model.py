@@ -85,7 +85,7 @@ WAITS = """
 
 
 @pytest.mark.parametrize("branch", ["@!P3 BRA", "@!UP3 BRA", "BRA UP3,"])
-def test_a_branch_under_a_predicate_may_fall_through(branch):
+def test_sass_predicated_branch_falls_through(branch):
     """Whether it stands before the instruction or, a uniform one, among its operands."""
     text = WAITS.replace("@!P3 BRA", branch)
     outer, spin = sass.loops(sass.instructions(text))
@@ -152,7 +152,7 @@ def test_ptx_trip_counts(n, trips):
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["jumps-back", "jumps-out"])
-def test_ptx_loops_whose_end_memory_holds_run_as_often_as_they_are_told(leaves):
+def test_ptx_loop_bounds_in_memory(leaves):
     text = PTX.replace(
         "setp.lt.s32 \t%p2, %r5, %r4;", "ld.shared.b32 %r4, [%r9]; setp.lt.s32 %p2, %r5, %r4;"
     )
@@ -214,7 +214,7 @@ def test_ptx_arithmetic(line, value):
 DONE = Work({"tensor": 1000.0, "issue": 400.0}, 5000.0, 1e6, 6e5, False)
 
 
-def test_a_launch_takes_its_waves_its_bytes_and_its_longest_part():
+def test_launch_time():
     """300 programs of 8 warps on 132 SMs: the busiest has 3, whose warps four sub-cores share."""
     found = launch_time(DONE, H200, programs=300, num_warps=8, resident=1, tensor_bytes=4.3e6)
     cycle = 1e-3 / H200.ghz
@@ -233,7 +233,7 @@ def test_a_launch_takes_its_waves_its_bytes_and_its_longest_part():
     assert two.parts["chain"] == pytest.approx(5000 * 2 * cycle)  # 264 at once
 
 
-def test_the_work_of_a_launch_is_that_of_its_programs():
+def test_launch_work_averages_programs():
     """Program 3 of 4 leaves at once, the others go ten times round: 7.5 rounds on average."""
     kernel = Ptx(PTX)
     ((head, _),) = kernel.loops
@@ -266,7 +266,7 @@ def test_the_work_of_a_launch_is_that_of_its_programs():
     assert work(parts, kernel, [None, 577], (4,), H200, 3, 1000).chain < done.chain
 
 
-def test_loops_of_sass_and_ptx_are_paired_where_their_numbers_agree():
+def test_sass_and_ptx_loops_paired():
     code, kernel = sass.instructions(SASS), Ptx(PTX)
     (whole,) = regions(code, kernel)  # two loops in SASS, one in PTX
     assert whole == Region(sass.count(code), tuple(range(len(kernel.blocks))), True)
@@ -307,7 +307,7 @@ BACK = ["@%p2 bra $L__BB0_1"]
         (["$L__BB0_1:", PRODUCT, COPY, ALL, FENCE, *BACK], False),
     ],
 )
-def test_copies_are_fenced_before_a_product_reads_them(lines, unfenced):
+def test_unfenced_copies_found(lines, unfenced):
     assert faults._reads_before_fence(_ptx(*lines)) == unfenced
 
 
@@ -337,7 +337,7 @@ def _dot(version, down, across, M, N, rows, columns):
         (_dot(3, 4, 1, 16, 64, 64, 64), 0),
     ],
 )
-def test_warps_that_compute_the_same_are_a_fault(dot, times):
+def test_duplicated_products_found(dot, times):
     found = list(faults.duplicated_products(dot))
     assert len(found) == (times > 0) and (not found or found[0].endswith(f"{times} times"))
 
@@ -375,7 +375,7 @@ print(64 * 16 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
 """
 
 
-def test_the_model_gives_the_published_rate_of_groups_side_by_side():
+def test_model_near_published_flash_attention_3():
     """FlashAttention-3 on an H100 with warp specialisation, but no products under a group's own
     softmax (arXiv:2407.08608, table 2), TFLOP/s."""
     assert _printed(TURNS_PROGRAM) == pytest.approx(582, rel=0.12)
@@ -432,7 +432,7 @@ print(json.dumps({
 """
 
 
-def test_the_model_is_near_what_an_h100_measured():
+def test_model_near_measured_h100():
     """bench/results/h100-80gb-hbm3, by that GPU's copies and clock; ours, ViT-B."""
     measured = {
         "fc1": 553,

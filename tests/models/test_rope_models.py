@@ -1,4 +1,4 @@
-"""Rotary positions, qk-norm, RMSNorm and biases without the keys': beside timm's and transformers'
+"""Rotary positions, qk-norm, RMSNorm and biases without the keys': against timm's and transformers'
 models with their weights, and what a model does with them otherwise."""
 
 import copy

@@ -352,7 +352,7 @@ def test_attn_drop_in_training_only(qk_norm, called):
 
 
 def _timms_arguments():
-    """(name, its value where nobody asks) of each argument of timm's."""
+    """(name, default) of each argument of timm's."""
     by_name = {}
     for function in (timm.create_model, timm.models.VisionTransformer):
         by_name |= inspect.signature(function).parameters
@@ -490,7 +490,7 @@ def test_patch_proj_forward_hook():
 
 
 class _LowRank(nn.Linear):
-    """A Linear with an adapter beside it, the way LoRA makes one."""
+    """A Linear with an adapter, the way LoRA makes one."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None)

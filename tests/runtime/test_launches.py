@@ -104,7 +104,7 @@ assert len(ran) == len(order)
 """
 
 
-# AMD's kernels, and those of a Triton that nobody has read yet: read it, then raise `_RUN`'s bound.
+# AMD's kernels, and a newer Triton's: read that, then raise `_RUN`'s bound.
 @pytest.mark.skipif(runtime_triton._RUN is None, reason="kernels are picked anew at each launch")
 def test_bind_launch_picks_tritons_kernel(tmp_path):
     script = tmp_path / "choices.py"  # Triton reads a kernel's source from its file

@@ -35,7 +35,7 @@ def test_func_grad(op):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_op
-def test_func_vmap_and_gradients_of_each_sample(op):
+def test_func_vmap_and_per_sample_grad(op):
     function, inputs = op_and_inputs(op, grad=False)
     batch = torch.stack([inputs[0], inputs[0] * 0.5])
     got = torch.func.vmap(lambda x: function(x, *inputs[1:]))(batch)

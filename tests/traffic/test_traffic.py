@@ -72,7 +72,7 @@ print(json.dumps(count.calls))
 
 
 @pytest.mark.skipif(not has_gluon(), reason="this triton has no kernels that take maps")
-def test_traffic_counts_the_tensors_of_maps():
+def test_traffic_counts_tensor_maps():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     words = [sys.executable, "-c", MAPS]
@@ -85,7 +85,7 @@ def test_traffic_counts_the_tensors_of_maps():
     ]
 
 
-def test_traffic_of_a_swapped_block_is_what_is_promised():
+def test_traffic_of_swapped_block():
     step, eager = traffic.block("S", "swapped"), traffic.block("S", "timm")
     low = traffic.block("S", 'swapped, memory="low"')
     assert 28.0 <= _units(step.kept) < 28.3 and _units(eager.kept) > 36
@@ -110,7 +110,7 @@ def test_traffic_of_a_graph():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its graphs are made on the CPU")
 @pytest.mark.parametrize("memory", ["default", "low"])
-def test_a_graph_is_what_is_counted_as_one(memory):
+def test_traffic_equals_compiled_graph(memory):
     """By torch.compile's own graphs: each launch, each byte moved and kept; the same for
     memory="low", which rebuilds nothing there."""
     steps = []
@@ -121,7 +121,7 @@ def test_a_graph_is_what_is_counted_as_one(memory):
     assert steps[1].less(steps[0]) == traffic.block("Ti", "swapped, as in a graph", batch=2)
 
 
-def test_traffic_of_skipped_samples_is_that_of_the_kept_ones():
+def test_traffic_of_skipped_samples():
     """What a block moves but the stream of the residual: 4 + 4 C bytes forward for each sum, and 4
     + 4 backward in each norm, of all samples."""
     kept = int(traffic.BATCH * 0.6) / traffic.BATCH
@@ -153,7 +153,7 @@ def test_traffic_of_checkpoints():
     assert nothing.backward[0] - attention.backward[0] == 2  # attention, fc2
 
 
-def test_traffic_minimum_is_the_sum_of_its_parts():
+def test_traffic_minimum():
     forward, backward = (sum(traffic.MINIMUM[side].values()) for side in ("forward", "backward"))
     assert (forward, backward, traffic.KEPT) == (72, 128, 28)
 
@@ -172,7 +172,7 @@ PROMISED = {
 
 @pytest.mark.parametrize("way", ["swapped", "swapped, by block"])
 @pytest.mark.parametrize("name", PROMISED)
-def test_traffic_of_a_model_is_what_is_promised(name, way):
+def test_traffic_of_models(name, way):
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
     build, unit = traffic.MODELS[name]
@@ -195,7 +195,7 @@ def _cells(header):
     return [tuple(line.strip("| ").split(" | ")) for line in table]
 
 
-def test_the_page_has_the_lines_that_are_counted(monkeypatch):
+def test_traffic_page_rows(monkeypatch):
     """All of them, in order, with what follows from sizes alone; torch's operators, so their
     figures, are those of the version that was counted."""
     unit = traffic.TOKENS * 768
@@ -217,7 +217,7 @@ def test_the_page_has_the_lines_that_are_counted(monkeypatch):
     ]
 
 
-def test_what_the_partitioner_keeps_of_a_block():
+def test_traffic_kept_by_partitioner():
     """More than ours, and no weights; its choice is torch's own."""
     kept = traffic.kept_by_partitioner("Ti", 2) - traffic.kept_by_partitioner("Ti", 1)
     assert 28 < kept / (197 * traffic.VITS["Ti"][0]) < 60

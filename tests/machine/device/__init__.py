@@ -17,7 +17,7 @@ races.py           what no barrier orders
 arithmetic.py global_memory.py shared_memory.py async_copies.py warps.py mma.py control.py
                    the instructions by kind
 proxies.py wgmma.py stmatrix.py mbarriers.py tensor_copies.py roles.py
-                   what sm_90 adds: units that work beside the warps, and who may touch what then
+                   what sm_90 adds: units that work next to the warps, and who may touch what then
 driver.py          how Triton is made to launch here
 
 To add an instruction, register its full name:

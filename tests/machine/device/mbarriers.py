@@ -5,7 +5,7 @@ and as many bytes have landed as expect_tx announced; then the next one begins. 
 holds once the phase of parity P is complete: phases are counted from 0, so while it is the turn of
 a phase of the other parity. Only P's lowest bit counts: Triton gives -1 for 1.
 
-Copies of TMA land here only when somebody tests the mbarrier that they report to: so late they may.
+Copies of TMA land here only when a warp tests the mbarrier that they report to: so late they may.
 Who tests it with success knows what all knew who arrived (proxies.py), and sees the bytes.
 """
 
@@ -113,7 +113,7 @@ def initialise(op: Op) -> Run:
                 used = (barrier.phase != 0) | (barrier.missing != barrier.count)
                 if (used & blocks & (barrier.count != 0)).any():
                     raise Miscounted(f"byte {offset} of shared memory is an mbarrier already", op)
-                # Triton does so where it found one that nobody uses.
+                # Triton does so where it found an unused one.
                 chunk.launch.counts[f"an mbarrier made twice: {op.where[:160]}"] = 1
             arrivals = group.full(count(group.registers))[:, 0]
             for array, value in (

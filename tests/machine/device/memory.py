@@ -183,10 +183,10 @@ _LOG = {1: np.uint64(0), 2: np.uint64(1), 4: np.uint64(2), 8: np.uint64(3), 16: 
 
 
 class SharedMemory:
-    """Of the blocks of a chunk. What nobody wrote is poison.
+    """Of the blocks of a chunk. Unwritten bytes are poison.
 
     Attributes:
-        races: who looks at each access; None: nobody.
+        races: sees each access; None: nothing does.
     """
 
     def __init__(self, blocks: int, size: int, warps: int, grain: int):
@@ -200,7 +200,7 @@ class SharedMemory:
         self.races = Races(blocks, self.padded, warps, grain) if warps > 1 else None
 
     def offset(self, address: Array, width: int, mask: Array | None, op: Op) -> Array:
-        """From the start of shared memory, checked; where nobody runs it is 0."""
+        """From the start of shared memory, checked; where no thread runs it is 0."""
         offset = address.astype(np.int64) - SHARED_BASE
         if mask is not None:
             offset = np.where(mask, offset, 0)

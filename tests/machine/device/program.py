@@ -298,7 +298,7 @@ class Program:
         return self._constants[key]
 
     def initial_registers(self) -> list[Array]:
-        """What nobody has written is poison."""
+        """An unwritten register is poison."""
         return [self.constants.get(i, poison(kind)) for i, kind in enumerate(self.kinds)]
 
     def _read(self, body: str, line: int) -> None:

@@ -2,7 +2,7 @@
 
 Both reach memory by another way than ld and st, the async proxy. Bytes that the ordinary way (the
 generic proxy) wrote they see after the writer's fence.proxy.async and a barrier, or a barrier and
-the reader's own fence. Both run beside the warps: from the issue to the wait nobody may write what
+the reader's own fence. Both run next to the warps: from issue to wait no warp may write what
 they read, nor touch what they write.
 
 So the race detector's `clock[row, w]`, what warp w knows, has more columns than warps:
@@ -26,7 +26,7 @@ from .values import Array
 
 @instruction("fence.proxy.async[.shared::cta]")
 def fence_async_proxy(op: Op) -> Run:
-    """What its warp knows of now, wgmma and TMA may see, to whoever learns of this fence."""
+    """What its warp knows of now, wgmma and TMA may see, once a warp knows of this fence."""
 
     def run(group):
         races = group.chunk.races

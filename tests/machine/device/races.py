@@ -5,7 +5,7 @@ which warp w knows: it learns at barriers. An access to bytes that another warp 
 that this one does not know is a race; so is a write to bytes that another warp read in one. Warps
 that only read never race, nor do lanes of one warp, which shuffles and ldmatrix order.
 
-What runs on its own beside the warps (wgmma, TMA: proxies.py) has columns of its own in `clock`.
+What runs on its own next to the warps (wgmma, TMA: proxies.py) has columns of its own in `clock`.
 
 Bytes are watched in cells of the narrowest access of the program, in the first and the last block
 of a chunk: all its blocks run the same instructions.
@@ -87,7 +87,7 @@ class Races:
         self._look_at(does, self.flying[row, cell], row, cell, warp, op)
 
     def _look_at(self, does: str, in_flight: Array, row, cell, warp, op) -> None:
-        """What nobody may touch before its wait."""
+        """What no warp may touch before its wait."""
         if in_flight.any():
             row, cell, warp = np.broadcast_arrays(row, cell, warp)
             row, cell, warp = row[in_flight][0], cell[in_flight][0], warp[in_flight][0]

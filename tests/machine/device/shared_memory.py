@@ -59,7 +59,7 @@ def _rows(op: Op, group, address: Array, count: int) -> Array:
         mask = group.by_warp(mask)[..., :lanes].reshape(mask.shape[0], -1)
     warps = np.repeat(group.warps, lanes)
     units = group.shared.load(rows, 16, mask, op, warps)
-    if units.shape[1] == 1:  # nobody runs
+    if units.shape[1] == 1:  # no thread runs
         units = np.broadcast_to(units, rows.shape)
     return elements(units, U16).reshape(units.shape[0], len(group.warps), count, 8, 8)
 

@@ -1,4 +1,4 @@
-"""TMA: boxes of a tensor between global and shared memory, copied beside the warps.
+"""TMA: boxes of a tensor between global and shared memory, copied next to the warps.
 
 PTX ISA, "cp.async.bulk.tensor", "tensormap.replace". One thread issues a copy. A tensor map of 128
 bytes says where the tensor lies, how long its axes are and how large a box is; what a box has

@@ -346,7 +346,7 @@ def test_comparisons_with_nan():
 
 
 def test_registers_and_literals():
-    """Taken apart and put together; numbers as PTX writes them; what nobody wrote is NaN."""
+    """Taken apart and put together; numbers as PTX writes them; an unwritten register is NaN."""
     found = run(
         "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r2, {%rs2, %rs1}; mov.b64 %rd1, {%r1, %r2};"
         "mov.b64 {_, %r3}, %rd1; mov.b32 %r4, 0f3F800000; add.s32 %r5, %r1, -7;"
@@ -359,6 +359,6 @@ def test_registers_and_literals():
     assert found["%r6"][0, 0] == 0xC0 and np.isnan(found["%r7"].view(np.float32)).all()
 
 
-def test_a_guard_keeps_what_a_register_held():
+def test_guarded_write():
     body = "setp.lt.s32 %p1, %tid.x, 5; @%p1 mov.b32 %r2, 9; @!%p1 add.s32 %r2, %r2, 1;"
     assert run(body, {"%r2": 100})["%r2"][0].tolist() == [9] * 5 + [101] * 27

@@ -12,7 +12,7 @@ from tests.machine.device.snippets import run
 LANES = np.arange(32)
 
 
-def test_threads_that_part_meet_again():
+def test_divergent_threads_reconverge():
     found = run("""
         setp.lt.s32 %p1, %tid.x, 10;
         mov.b32 %r1, 0;
@@ -45,7 +45,7 @@ def test_loops_of_different_lengths():
     assert np.array_equal(found["%r2"], wanted) and np.array_equal(found["%r4"], 3 * wanted)
 
 
-def test_labels_and_registers_belong_to_their_braces():
+def test_scoped_labels_and_registers():
     found = run("""
         mov.b32 %r1, 0;
         { .reg .pred P; setp.eq.s32 P, %tid.x, 0; @P bra DONE; add.s32 %r1, %r1, 1; DONE: }
@@ -55,7 +55,7 @@ def test_labels_and_registers_belong_to_their_braces():
 
 
 @pytest.mark.parametrize("end", ["ret", "exit"])
-def test_threads_that_end_early(end):
+def test_early_exit(end):
     found = run(f"""
         setp.lt.s32 %p1, %tid.x, 10; mov.b32 %r1, 1;
         @!%p1 bra ON;
@@ -65,14 +65,14 @@ def test_threads_that_end_early(end):
     assert found.tolist() == [1] * 10 + [2] * 22
 
 
-def test_a_barrier_that_some_threads_of_a_block_miss():
+def test_divergent_barrier_rejected():
     body = "setp.lt.s32 %p1, %tid.x, 32; @%p1 bra SKIP; bar.sync 0; SKIP:"
     with pytest.raises(Diverged, match=r"threads of a block have parted"):
         run(body + "mov.b32 %r1, 0;", threads=64)
     run(body.replace("%tid.x, 32", "%ctaid.x, 1"), threads=64, blocks=2)  # whole blocks may
 
 
-def test_a_shuffle_that_some_lanes_miss():
+def test_divergent_shuffle_rejected():
     body = "setp.lt.s32 %p1, %tid.x, 16; @%p1 shfl.sync.bfly.b32 %r1, %r2, 1, 31, -1;"
     with pytest.raises(Diverged, match="lanes of a warp"):
         run(body)
@@ -90,14 +90,14 @@ ROLES = """
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_groups_of_warps_run_apart_and_meet_at_named_barriers(order):
+def test_named_barriers_between_groups(order):
     first = "st.shared.b32 [%r9], 5; barrier.sync 1, 64;"
     second = "barrier.sync 1, 64; ld.shared.b32 %r1, [%r9]; st.shared.b32 [%r9+4], %r1;"
     found = run(ROLES.format(first=first, second=second), threads=64, shared=16, order=order)
     assert found["shared"][0].view(np.uint32)[1] == 5
 
 
-def test_a_deadlock_names_the_barriers():
+def test_deadlock_names_barriers():
     first, second = "barrier.sync 1, 64;", "barrier.sync 2, 64;"
     with pytest.raises(Deadlock, match=r"barrier.sync 2, 64.*barrier.sync 1, 64|1, 64.*2, 64"):
         run(ROLES.format(first=first, second=second), threads=64, shared=16)

@@ -44,7 +44,7 @@ def test_other_precisions(arch, precision):
     assert "3 passed, 0 failed" in device("--arch", arch, "--precision", precision, *cases)
 
 
-def test_a_convolution_is_compared_in_tf32():
+def test_convolution_in_tf32():
     """Its gradients too: PyTorch's own products see the upper bits alone."""
     cases = "--kind", "check", "--only", "patch_embed, video"
     assert "1 passed, 0 failed" in device("--arch", "sm_90", "--precision", "tf32", *cases)
@@ -56,13 +56,13 @@ def test_operands_of_wgmma_read_early():
 
 
 @pytest.mark.parametrize("where", ["sm_80", "sm_90", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_whole_numbers_give_the_bits_of_float64(where):
+def test_whole_numbers_exact(where):
     """On a GPU too: where nothing is rounded, the machine and it give the same bits."""
     assert "the bits of float64" in python("-m", "tests.machine.device.exact", where)
 
 
 @pytest.mark.parametrize("name", [*CASES, "bfloat16", "float16"])
-def test_warps_in_turns_and_with_roles(name):
+def test_gluon_kernels(name):
     """Of gluon.py; by a dtype's name a training step on the default routes."""
     assert f"right: {name}" in python("-m", "tests.machine.device.gluon", name)
 
@@ -141,7 +141,7 @@ print("right")
         "hidden_rows sm_90 bfloat16",
     ],
 )
-def test_what_check_has_not(words):
+def test_special_programs(words):
     """A sum of 768 products in fp32 begins at 0, one multiply-add after the other; wide heads and
     few queries have other warps; rows that a finite mask hides, -1e4 to the least number, follow
     softmax(q k^T + mask) v where compiled code fuses products with the sums after them."""
@@ -203,7 +203,7 @@ print(json.dumps(sorted(table for table, _ in left)))
 """
 
 
-def test_every_config_runs_but_for_those_of_other_gpus():
+def test_every_config_runs():
     """Of sm_100 alone: close one-pass tiles. Of AMD alone: 128 x 128 in 64 KB. One of attention's,
     four warps with three stages of 128 queries, fits no GPU. Those in Gluon want a head for every
     SM: gluon.py."""
@@ -233,14 +233,14 @@ LEFT_OUT = {  # what leaving them out shows
 
 
 @pytest.mark.parametrize("arch", LEFT_OUT)
-def test_what_orders_is_missed_where_it_is_left_out(arch):
+def test_left_out_instructions_noticed(arch):
     """Of each kind some; the rest is needless at these sizes."""
     said = python("-m", "tests.machine.device.left_out", arch, "linear", "attention")
     rows = {tuple(line.split(",")[1::2]) for line in said.splitlines()}
     assert rows >= set(LEFT_OUT[arch].items())
 
 
-def test_the_machine_does_not_run_beside_the_interpreter():
+def test_machine_rejects_interpreter():
     if "TRITON_INTERPRET" not in os.environ:
         pytest.skip("nothing interprets here")
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"), ptx_machine("sm_80"):

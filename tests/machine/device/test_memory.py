@@ -81,7 +81,7 @@ def test_parameters_of_each_type(name):
     assert run(f"{name} %rd1, [snippet_param_1];", arguments=given)["%rd1"][0, 0] == wanted
 
 
-def test_a_parameter_that_a_register_names():
+def test_parameter_named_by_register():
     """Triton 3.9 chooses between two floats so."""
     body = """
         mov.b32 %r1, snippet_param_1; mov.b32 %r2, snippet_param_2;
@@ -94,7 +94,7 @@ def test_a_parameter_that_a_register_names():
         run(body.format("+4"), arguments=given)
 
 
-def test_an_access_outside_of_every_tensor():
+def test_access_outside_tensors():
     x = torch.zeros(31)
     body = at("%tid.x", 4) + "ld.global.b32 %r1, [%rd1];"
     with pytest.raises(OutOfBounds, match=r"PTX line \d+ .*ld.global.b32"):
@@ -105,7 +105,7 @@ def test_an_access_outside_of_every_tensor():
         run(guarded.replace("@%p1", "@!%p1"), **pointer(x))
 
 
-def test_an_access_between_the_rows_of_a_tensor():
+def test_access_between_padded_rows():
     rows = torch.zeros(4, 10)[:, :8]
     body = "ld.param.b64 %rd1, [snippet_param_0]; ld.global.b32 %r1, [%rd1+{}];"
     run(body.format(7 * 4), **pointer(rows))
@@ -123,7 +123,7 @@ def test_a_vector_must_be_aligned():
         run(f"{BASE} st.shared.v2.b32 [%r100+4], {{%r1, %r2}};", shared=64)
 
 
-def test_shared_memory_has_bounds_and_starts_as_poison():
+def test_shared_memory_bounds_and_poison():
     found = run(f"{BASE} ld.shared.b32 %r1, [%r100]; ld.shared.b16 %rs1, [%r100+8];", shared=16)
     assert np.isnan(found["%r1"].view(np.float32)).all()
     assert (found["%rs1"] == 0x7FFF).all()  # NaN as bf16 and as f16
@@ -180,7 +180,7 @@ ARRIVED, ON_ITS_WAY = 4 * LANES, 0x7FFF7FFF
 
 
 @pytest.mark.parametrize("name", memory_forms("cp.async.cg"))
-def test_a_copy_lands_at_the_wait_that_covers_it(name):
+def test_cp_async_lands_at_wait(name):
     issue = ISSUE.replace("cp.async.cg.shared.global", name)
     for waits, arrived in (
         ("", 0),
@@ -202,14 +202,14 @@ def test_a_copy_lands_at_the_wait_that_covers_it(name):
         assert (second == (ARRIVED + 128 if arrived >= 2 else ON_ITS_WAY)).all(), waits
 
 
-def test_a_copy_that_nobody_commits_lands_at_wait_all_alone():
+def test_uncommitted_cp_async_lands_at_wait_all():
     for wait, arrived in (("cp.async.wait_group 0;", False), ("cp.async.wait_all;", True)):
         first, *_ = copies(ISSUE.format(0) + wait + READ.format(10, ""))
         assert (first == (ARRIVED if arrived else ON_ITS_WAY)).all()
 
 
 @pytest.mark.parametrize("name", memory_forms(("cp.async.ca", "cp.async.cg")))
-def test_a_copy_of_no_bytes_gives_zeros(name):
+def test_cp_async_of_no_bytes_gives_zeros(name):
     body = "setp.lt.s32 %p1, %tid.x, 8; selp.b32 %r2, 16, 0, %p1;"
     first, *_ = copies(
         body
@@ -230,30 +230,30 @@ WRITE = (
 )
 
 
-def test_a_read_of_what_another_warp_wrote_needs_a_barrier():
+def test_read_after_write_race():
     with pytest.raises(Race, match=r"warp 0 reads byte 0 .* which warp 1 wrote|warp \d reads byte"):
         run(WRITE + "ld.shared.b32 %r3, [%r2];", threads=64, shared=256)
     found = run(WRITE + "bar.sync 0; ld.shared.b32 %r3, [%r2];", threads=64, shared=256)
     assert (found["%r3"][0] == np.arange(64) ^ 32).all()
 
 
-def test_a_warp_may_read_what_it_wrote():
+def test_warp_reads_own_write():
     run(WRITE + "ld.shared.b32 %r3, [%r1];", threads=64, shared=256)
 
 
-def test_a_write_over_what_another_warp_read_needs_a_barrier():
+def test_write_after_read_race():
     read = WRITE + "bar.sync 0; ld.shared.b32 %r3, [%r2];"
     with pytest.raises(Race, match=r"warp \d writes byte .* which warp \d read"):
         run(read + "st.shared.b32 [%r1], %r3;", threads=64, shared=256)
     run(read + "bar.sync 0; st.shared.b32 [%r1], %r3;", threads=64, shared=256)
 
 
-def test_two_warps_that_write_the_same_bytes():
+def test_write_after_write_race():
     with pytest.raises(Race, match=r"warp \d writes byte .* which warp \d wrote"):
         run(WRITE + "st.shared.b32 [%r2], %tid.x;", threads=64, shared=256)
 
 
-def test_a_copy_counts_as_written_where_it_was_waited_for():
+def test_cp_async_race_after_wait():
     x = torch.zeros(1024)
     body = (
         at("%tid.x", 16)
@@ -269,7 +269,7 @@ def test_a_copy_counts_as_written_where_it_was_waited_for():
     run(body + "bar.sync 0; ld.shared.b32 %r3, [%r2];", threads=64, shared=1024, **pointer(x))
 
 
-def test_unknown_instructions_and_modifiers_are_named():
+def test_unknown_instruction_rejected():
     for line in ("frobnicate.b32 %r1, %r2;", "add.sat.s32 %r1, %r2, %r3;"):
         with pytest.raises(MachineError, match=rf"PTX line \d+ .*unknown instruction {line[:5]}"):
             run(line)

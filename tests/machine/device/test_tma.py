@@ -57,7 +57,7 @@ def expecting(bytes, load=LOAD):
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
 @pytest.mark.parametrize("at", [(0, 0), (8, 32), (-3, -5), (17, 60), (100, 100)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_box_is_copied_swizzled_and_zero_outside(swizzle, at, dtype):
+def test_tma_load_swizzle_and_bounds(swizzle, at, dtype):
     x = torch.randn(20, 64).to(dtype)
     columns = (128 if swizzle == 0 else 16 << swizzle) // x.element_size()
     body = expecting(16 * columns * x.element_size()) + wait()
@@ -79,7 +79,7 @@ def named(*starts):
 
 
 @pytest.mark.parametrize("name", named("cp.async.bulk.tensor", "cp.reduce."))
-def test_a_box_of_each_number_of_axes(name):
+def test_tma_box_of_each_rank(name):
     """Part of it behind the end of an axis: zeros there, and nothing is stored or added there."""
     axes = int(name.partition("tensor.")[2][0])
     shape, box, at = (x[5 - axes :] for x in ((2, 3, 3, 5, 16), (1, 2, 2, 2, 8), (1, 2, 0, 4, 8)))
@@ -103,7 +103,7 @@ def test_a_box_of_each_number_of_axes(name):
     assert torch.equal(x.view(torch.int32), wanted.view(torch.int32))
 
 
-def test_bytes_are_poison_until_the_mbarrier_is_tested():
+def test_tma_load_poison_until_mbarrier_test():
     x = torch.ones(16, 32)
     found = copies(expecting(2048) + wait() + READ, x, (16, 32))
     assert (found["%r4"].view(np.float32) == 1).all()
@@ -118,7 +118,7 @@ def test_bytes_are_poison_until_the_mbarrier_is_tested():
         copies(body, x, (16, 32))
 
 
-def test_bytes_are_counted():
+def test_mbarrier_counts_bytes():
     x = torch.ones(16, 32)
     for bytes in (2047, 2049):
         with pytest.raises(Deadlock, match="bytes missing"):
@@ -154,7 +154,7 @@ def test_each_spelling(name):
     assert (found["%r4"].view(np.float32) == 1).all()
 
 
-def test_what_is_no_mbarrier():
+def test_mbarrier_rejects():
     x = torch.ones(16, 32)
     arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r90];"
     for body in (
@@ -170,7 +170,7 @@ def test_what_is_no_mbarrier():
         copies(INIT.replace("bar.sync 0;", "") + wait(1), x, (16, 32))
 
 
-def test_maps_that_do_not_fit():
+def test_tensor_map_rejects():
     x = torch.ones(16, 64)
     for box, swizzle, kind in (
         ((16, 64), 3, WrongMap),
@@ -193,7 +193,7 @@ def test_maps_that_do_not_fit():
 STORED = "mad.lo.s32 %r3, %tid.x, 4, 1024; st.shared.b32 [%r3], %tid.x;"
 
 
-def test_a_load_over_bytes_that_somebody_uses():
+def test_tma_load_races():
     x = torch.ones(16, 32)
     fence = "fence.proxy.async.shared::cta;"
     rest = expecting(2048).removeprefix(INIT) + wait()
@@ -218,7 +218,7 @@ READY = (
 COMMIT = "cp.async.bulk.commit_group;"
 
 
-def test_a_store_needs_its_fence_and_its_wait():
+def test_tma_store_needs_fence_and_wait():
     x = torch.zeros(4, 16)
     body = f"{READY} @%p1 {STORE} @%p2 {COMMIT} @%p2 cp.async.bulk.wait_group.read 0;"
     copies(body.replace("fence.proxy.async.shared::cta;", "fence.proxy.async;"), x, (4, 16))
@@ -242,7 +242,7 @@ WRITTEN = f"@%p2 {COMMIT} @%p2 cp.async.bulk.wait_group 0;"
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_box_is_added_inside_of_the_tensor_alone(early):
+def test_tma_reduce_bounds(early):
     x = torch.full((6, 16), 2.0)
     ones = "mad.lo.s32 %r3, %tid.x, 4, 1024; mov.b32 %r4, 0f3F800000; st.shared.b32 [%r3], %r4;"
     ready = READY.replace(STORED, ones)
@@ -251,7 +251,7 @@ def test_a_box_is_added_inside_of_the_tensor_alone(early):
 
 
 @pytest.mark.parametrize(("first", "second"), [(SUM, SUM), (STORE, SUM), (SUM, STORE)])
-def test_sums_of_the_same_bytes_wait_until_the_one_before_is_written(first, second):
+def test_tma_reduce_order(first, second):
     """`.read` says only that shared memory may change."""
     x = torch.zeros(8, 16)
     body = f"{READY} @%p1 {first} {WRITTEN} @%p1 {second} {WRITTEN}"
@@ -303,7 +303,7 @@ def made_here(body):
     return x, run(body, registers, threads=64, shared=8192, tensors=[x, room])
 
 
-def test_a_map_that_the_kernel_makes():
+def test_tensor_map_made_by_kernel():
     body = FIELDS + expecting(1024) + wait()
     x, found = made_here(body)
     wanted = torch.zeros(8, 32)

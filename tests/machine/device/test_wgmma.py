@@ -163,7 +163,7 @@ def test_products_add_up_and_signs():
         assert np.array_equal(result_of(found, n), wanted + 3 if keeps else wanted)
 
 
-def test_d_is_poison_until_the_wait_that_retires_it():
+def test_wgmma_result_poison_until_wait():
     line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     second = line.replace("%r10", "%r20")
     commit = "wgmma.commit_group.sync.aligned;"
@@ -182,7 +182,7 @@ def test_d_is_poison_until_the_wait_that_retires_it():
     assert np.isnan(found["%r1"].view(np.float32)).all()
 
 
-def test_a_mov_of_d_in_flight_lands_with_it():
+def test_mov_of_wgmma_result_in_flight():
     line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False)
     moves = "".join(f"mov.b32 %r{200 + i}, %r{100 + i};" for i in range(8))
     body = product(line).replace("wgmma.wait", moves + "wgmma.wait")
@@ -205,7 +205,7 @@ def test_registers_written_in_flight():
             run(body, registers, threads=128, shared=65536, begins=raw)
 
 
-def test_a_product_without_its_fence_is_counted():
+def test_wgmma_without_fence_noted():
     line, registers, raw, wanted, n = operands(BF16_64x16, 128, False, False, in_registers=True)
     start = {f"%r{100 + i}": np.float32(0) for i in range(8)}
     whole = product(line, "1")
@@ -228,7 +228,7 @@ STORED = "mad.lo.s32 %r1, %tid.x, 4, 1024; st.shared.b32 [%r1], %r2;"
     "order",
     ["fence.proxy.async.shared::cta; bar.sync 0;", "bar.sync 0; fence.proxy.async.shared::cta;"],
 )
-def test_stored_bytes_need_a_fence_and_a_barrier(order):
+def test_wgmma_operands_need_fence_and_barrier(order):
     line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     given = {"threads": 128, "shared": 65536, "begins": raw}
     run(STORED + order + product(line), registers, **given)
@@ -255,7 +255,7 @@ def test_operands_written_in_flight():
     run(whole + "bar.sync 0;" + STORED, registers, **given)
 
 
-def test_a_tile_outside_of_shared_memory_and_a_part_of_a_warp_group():
+def test_wgmma_rejects_bounds_and_partial_group():
     line, registers, raw, _, _ = operands(BF16_64x16, 128, False, False)
     with pytest.raises(OutOfBounds):
         run(product(line), registers, threads=128, shared=32768, begins=raw[:32768])
@@ -269,7 +269,7 @@ STMATRIX = sorted(n for n in INSTRUCTIONS if n.startswith("stmatrix"))
 
 
 @pytest.mark.parametrize("name", STMATRIX)
-def test_stmatrix_is_the_reverse_of_ldmatrix(name):
+def test_stmatrix(name):
     count = int(re.search(r"x(\d)", name)[1])
     lane, row = np.arange(32), np.arange(8)
     draw = np.random.default_rng(0)

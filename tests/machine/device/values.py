@@ -40,7 +40,7 @@ POISON_BYTES = (0xFF, 0x7F)  # NaN as f16, bf16, f32 and f64; a far address as a
 
 @cache
 def poison(kind: np.dtype) -> Array:
-    """What a register holds that nobody wrote. A predicate holds: what it guards should not run."""
+    """What an unwritten register holds. A predicate holds: what it guards should not run."""
     if kind == np.dtype(bool):
         return np.ones((1, 1), bool)
     return np.frombuffer(bytes(POISON_BYTES) * (kind.itemsize // 2), kind).reshape(1, 1)

@@ -1,4 +1,4 @@
-"""wgmma: a warp group's product, D += A B, of 64 rows, computed beside its warps.
+"""wgmma: a warp group's product, D += A B, of 64 rows, computed next to its warps.
 
 PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". Four warps issue it together:
 
