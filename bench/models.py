@@ -32,7 +32,6 @@ from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 VIT = "vit"
 NUM_CLASSES = 1000
-HOSTS = {"timm": "timm", "torchvision": "torchvision", "hf": "transformers"}  # name -> package
 TURN_MS = 300.0
 MIN_STEPS, MAX_STEPS = 2, 20
 ORACLE_TOKENS = 3200  # a float64 forward and backward holds so many at once
@@ -129,44 +128,23 @@ def build(case: Case, device: torch.device) -> nn.Module:
 
 
 def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
-    if case.host == "timm":
-        from timm.layers import DropPath
-        from timm.models.vision_transformer import VisionTransformer
+    from timm.layers import DropPath
+    from timm.models.vision_transformer import VisionTransformer
 
-        model = VisionTransformer(
-            img_size=case.size,
-            patch_size=case.patch,
-            embed_dim=C,
-            depth=depth,
-            num_heads=H,
-            mlp_ratio=mlp / C,
-            num_classes=NUM_CLASSES,
-            drop_path_rate=case.drop_path,
-        )
-        blocks: Any = model.blocks
-        for block in blocks if case.uniform else ():
-            block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
-        return model
-    if case.host == "torchvision":
-        from torchvision.models import VisionTransformer
-
-        model = VisionTransformer(case.size, case.patch, depth, H, C, mlp, num_classes=NUM_CLASSES)
-        # zeros would hide every gradient
-        nn.init.normal_(model.get_parameter("heads.head.weight"), std=0.02)
-        return model
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config: Any = ViTConfig
-    settings = config(
-        hidden_size=C,
-        num_hidden_layers=depth,
-        num_attention_heads=H,
-        intermediate_size=mlp,
-        image_size=case.size,
+    model = VisionTransformer(
+        img_size=case.size,
         patch_size=case.patch,
-        num_labels=NUM_CLASSES,
+        embed_dim=C,
+        depth=depth,
+        num_heads=H,
+        mlp_ratio=mlp / C,
+        num_classes=NUM_CLASSES,
+        drop_path_rate=case.drop_path,
     )
-    return ViTForImageClassification(settings)
+    blocks: Any = model.blocks
+    for block in blocks if case.uniform else ():
+        block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
+    return model
 
 
 # --- ways to run a model

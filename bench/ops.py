@@ -93,7 +93,7 @@ EQUAL, SPREAD = "equal", "spread"  # lengths: all of T tokens; from T / 8 to T, 
 
 @dataclass(frozen=True)
 class Shape:
-    """What an op is measured at. Smaller `tier`: more telling, measured earlier."""
+    """What an op is measured at; the more telling come first."""
 
     model: str
     B: int
@@ -101,7 +101,6 @@ class Shape:
     C: int
     H: int
     F: int
-    tier: int = 0
     size: int = 0  # image side and patch, 0 in the sweeps
     patch: int = 0
     variant: str = ""  # an op's own cases: linear's proj and fc1
@@ -121,71 +120,68 @@ def batch(T: int) -> int:
     return max(1, round(TOKENS / T))
 
 
-def vit(model: str, size: int, tier: int = 0) -> Shape:
+def vit(model: str, size: int = 224) -> Shape:
     """The shape inside a ViT on size x size images, with a class token. Patches are 16 x 16, but
     14 x 14 for H and g and at 518 (DINOv2)."""
     C, _, H, F = VITS[model]
     patch = 14 if model in ("H", "g") or size == 518 else 16
     side = size // patch
     T = side * side + 1
-    return Shape(f"ViT-{model}", batch(T), T, C, H, F, tier, side * patch, patch)
+    return Shape(f"ViT-{model}", batch(T), T, C, H, F, side * patch, patch)
 
 
 def vits() -> Iterator[Shape]:
-    """Ti, S, B, L, H, g at 224, 384 and 518."""
-    tiers = (("B", 0), ("L", 1), ("S", 1), ("H", 2), ("Ti", 2), ("g", 2))
-    yield from (vit(model, 224, tier) for model, tier in tiers)
-    yield from (vit("B", 384, 1), vit("B", 518, 2))
-    yield from (vit(model, size, 4) for size in (384, 518) for model in ("Ti", "S", "L", "H", "g"))
+    """All at 224, B at 384 and 518 too."""
+    yield from (vit(model) for model in "B L S H Ti g".split())
+    yield from (vit("B", 384), vit("B", 518))
 
 
-def token_sweep(most: int = T_SWEEP[-1]) -> Iterator[Shape]:
+def token_sweep() -> Iterator[Shape]:
     C, _, H, F = VITS["B"]
-    return (Shape("sweep-T", batch(T), T, C, H, F, tier=2) for T in T_SWEEP if most >= T)
+    return (Shape("sweep-T", batch(T), T, C, H, F) for T in T_SWEEP)
 
 
 def head_sweep(*tokens: int) -> Iterator[Shape]:
     """D in 32, 80, 96, 128 at each T; 64 is ViT-B's own."""
     for D, H in D_SWEEP:
         for T in tokens:
-            yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H, tier=3)
+            yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H)
 
 
 def rms_norm_shapes() -> Iterator[Shape]:
     yield from vits()
+    yield Shape("ViT-B", batch(257), 257, 768, 12, 3072, variant=ADDED)
     # Queries of DINOv3's and Perception Encoder's sizes; InternViT-6B normalises all heads at once.
     for T, H, D in ((201, 12, 64), (261, 16, 64), (1025, 25, 128)):
-        yield Shape(f"D{D}", batch(T), T, H * D, H, 4 * H * D, 2, variant=HEADS)
-    yield Shape("InternViT-6B", batch(1025), 1025, 3200, 25, 12800, 2)
-    yield Shape("ViT-B", batch(257), 257, 768, 12, 3072, 1, variant=ADDED)
+        yield Shape(f"D{D}", batch(T), T, H * D, H, 4 * H * D, variant=HEADS)
+    yield Shape("InternViT-6B", batch(1025), 1025, 3200, 25, 12800)
 
 
 def gated_mlp_shapes() -> Iterator[Shape]:
     """Packed weights, separate ones, separate ones with a LayerNorm inside."""
-    yield replace(vit("B", 224), F=2048, variant="packed")
-    for tier, (model, (T, C, H, width, form)) in enumerate(TOWERS.items(), 1):
-        yield Shape(model, batch(T), T, C, H, width, min(tier, 4), variant=form)
+    yield replace(vit("B"), F=2048, variant="packed")
+    for model, (T, C, H, width, form) in TOWERS.items():
+        yield Shape(model, batch(T), T, C, H, width, variant=form)
 
 
 def rope_shapes() -> Iterator[Shape]:
     for T in PREFIX:
-        for model in ("B", "L", "S"):
+        for model in "BLS":
             C, _, H, width = VITS[model]
-            tier = int(T != 201) if model == "B" else 2
             for variant in ("", INTERLEAVED, NORMED):
-                yield Shape(f"ViT-{model}", batch(T), T, C, H, width, tier, variant=variant)
-    yield replace(vit("B", 224, 1), variant=LEARNT)
+                yield Shape(f"ViT-{model}", batch(T), T, C, H, width, variant=variant)
+    yield replace(vit("B"), variant=LEARNT)
 
 
 def varlen_attention_shapes() -> Iterator[Shape]:
     """T is the longest sequence, B their number."""
-    yield replace(vit("B", 224), variant=SPREAD)
-    yield replace(vit("B", 224, 1), variant=EQUAL)
-    yield Shape("NaFlex-B", batch(1024), 1024, 768, 12, 3072, 1, variant=SPREAD)
-    yield Shape("SigLIP2-So400m", batch(256), 256, 1152, 16, 4304, 1, variant=SPREAD)
-    yield Shape("Qwen2.5-VL", batch(64), 64, 1280, 16, 3420, 1, variant=EQUAL)  # windows
-    yield Shape("Qwen2-VL", batch(4096), 4096, 1280, 16, 5120, 2, variant=SPREAD)
-    yield Shape("Swin-T", batch(49), 49, 96, 3, 384, 2, variant=EQUAL)
+    yield replace(vit("B"), variant=SPREAD)
+    yield replace(vit("B"), variant=EQUAL)
+    yield Shape("NaFlex-B", batch(1024), 1024, 768, 12, 3072, variant=SPREAD)
+    yield Shape("SigLIP2-So400m", batch(256), 256, 1152, 16, 4304, variant=SPREAD)
+    yield Shape("Qwen2.5-VL", batch(64), 64, 1280, 16, 3420, variant=EQUAL)  # windows
+    yield Shape("Qwen2-VL", batch(4096), 4096, 1280, 16, 5120, variant=SPREAD)
+    yield Shape("Swin-T", batch(49), 49, 96, 3, 384, variant=EQUAL)
 
 
 def lengths(shape: Shape) -> list[int]:
@@ -335,7 +331,7 @@ class Op:
     sizes: those that a ViT's do not give. options: arguments that are no tensors.
     given: tensors, if not those that most models give.
     rotated: calls in one CUDA graph, each on buffers of its own: an empty replay takes 10 us, a
-        norm 30.
+        norm 30. compiles: not where the specification loops over what a tensor says.
     """
 
     name: str
@@ -345,11 +341,11 @@ class Op:
     peers: Callable[[Shape, str, Function, Function], list[Provider]] = lambda *_: []
     usual: Function | None = None
     long: Function | None = None
-    compiled: Callable[[Shape], Function] | None = None
     sizes: Callable[[Shape], dict[str, Any]] = lambda shape: {}
     options: Callable[[Shape], dict[str, Any]] = lambda shape: {}
     given: Callable[[Shape], tuple[str, ...]] = lambda shape: ()
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    compiles: bool = True
     rotated: int = 1
 
     @property
@@ -411,8 +407,8 @@ class Op:
             torch_ = lambda **inputs: exact(**inputs).to(torch.bfloat16)  # noqa: E731
             fused = functools.partial(fused, out_dtype=torch.bfloat16)
         found = [plain(BASELINE, torch_), *peers, ours("ours", fused)]
-        if self.compiled is not None:
-            return [*found, compiled("compile", functools.partial(self.compiled, shape))]
+        if not self.compiles:
+            return found
         make = functools.partial(torch.compile, torch_, dynamic=False)
         search = functools.partial(make, mode="max-autotune-no-cudagraphs")
         return [*found, compiled("compile", make), compiled(SEARCH, search)]
@@ -528,67 +524,9 @@ def _torch_rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None = None) -
     return y if residual is None else residual + y
 
 
-def _layer_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
-    def liger(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return module.LigerLayerNormFunction.apply(x, weight, bias, EPS)
-
-    def quack(module: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        rows = x.view(-1, x.shape[-1])
-        return module.layernorm_fwd(rows, weight.float(), bias.float(), eps=EPS).view(x.shape)
-
-    return [
-        imported("liger_kernel", "liger_kernel.ops.layer_norm", liger),
-        imported("quack", "quack.rmsnorm", quack, backward=False),
-    ]
-
-
-def _rms_norm_peers(shape: Shape, dtype: str, *_: Function) -> list[Provider]:
-    """Liger's default rounds as Llama does; "gemma" keeps fp32 until the store, as we do."""
-
-    def liger(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return module.LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "gemma", False)
-
-    def quack(module: Any, x: Tensor, weight: Tensor) -> Tensor:
-        rows = x.view(-1, x.shape[-1])
-        return module.rmsnorm(rows, weight.float(), eps=EPS).view(x.shape)
-
-    return (
-        []
-        if shape.variant == ADDED
-        else [
-            imported("liger_kernel", "liger_kernel.ops.rms_norm", liger),
-            imported("quack", "quack.rmsnorm", quack),
-        ]
-    )
-
-
 def _stored(fused: Function) -> Provider:
     """Ours rebuilds activations in the backward; the same with all of them stored."""
     return ours("ours-stored", functools.partial(fused, recompute=False))
-
-
-def _gated_mlp_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    def liger(
-        module: Any,
-        x: Tensor,
-        fc1_weight: Tensor,
-        fc1_bias: Tensor,
-        fc2_weight: Tensor,
-        fc2_bias: Tensor,
-        residual: Tensor,
-        gate_weight: Tensor | None = None,
-        gate_bias: Tensor | None = None,
-    ) -> Tensor:
-        value = F.linear(x, fc1_weight, fc1_bias)
-        if gate_weight is None:
-            gate, value = value.chunk(2, dim=-1)
-        else:
-            gate = F.linear(x, gate_weight, gate_bias)
-        hidden = module.LigerSiLUMulFunction.apply(gate, value)
-        return residual + F.linear(hidden, fc2_weight, fc2_bias)
-
-    peers = [_stored(fused), imported("liger_kernel", "liger_kernel.ops.swiglu", liger)]
-    return peers[:1] if shape.variant == "norm" else peers
 
 
 def _other_ways(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
@@ -628,9 +566,6 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
     def separate(module: Any, qkv: Tensor) -> Tensor:
         return _output(module.flash_attn_func(*qkv.unbind(2)))
 
-    def xformers(module: Any, qkv: Tensor) -> Tensor:
-        return module.memory_efficient_attention(*qkv.unbind(2))
-
     own = [*_other_ways(shape, dtype, torch_, fused), *sdpa_unpacked()]
     return (
         own
@@ -641,18 +576,13 @@ def _attention_peers(shape: Shape, dtype: str, torch_: Function, fused: Function
             imported("flash_attn_3", "flash_attn_interface", separate),
             imported("flash_attn_4", "flash_attn.cute", separate),
             imported("flex-flash", "flash_attn.cute", flex_flash),
-            imported("xformers", "xformers.ops", xformers),
         ]
     )
 
 
-# varlen_attention: what the host knows of the lengths (indices that pad, block masks) is made once
-# a case, as a model makes it once a step. The loop of SDPA waits for the device at each call.
-
-
 def on_padded(shape: Shape, attend: Function) -> Function:
     """`attend(qkv, attn_mask)` of padded qkv under a mask of keys, (B, 1, 1, T): tokens go to
-    places of (B, T) by indices, and back."""
+    places of (B, T) by indices, made once a case, and back."""
 
     @functools.cache
     def indices(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -669,79 +599,22 @@ def on_padded(shape: Shape, attend: Function) -> Function:
     return run
 
 
-def by_flex(shape: Shape) -> Function:
-    """flex_attention, compiled, whose block mask keeps documents apart."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    run_flex = torch.compile(flex.flex_attention, dynamic=False)
-    total = sum(lengths(shape))
-
-    @functools.cache
-    def mask(device: torch.device) -> Any:
-        n = torch.tensor(lengths(shape), device=device)
-        document = torch.arange(shape.B, device=device).repeat_interleave(n)
-
-        def together(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            return document[q] == document[kv]
-
-        return flex.create_block_mask(together, None, None, total, total, device=device)
-
-    def run(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv.unbind(1))
-        return run_flex(q, k, v, block_mask=mask(qkv.device)).squeeze(0).transpose(0, 1)
-
-    return run
-
-
 def _varlen_peers(shape: Shape, dtype: str, torch_: Function, fused: Function) -> list[Provider]:
-    T, n = shape.T, lengths(shape)
-
-    def nested(qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """SDPA of torch's nested tensors, laid out (total, H, D): q, k and v are copies."""
-        q, k, v = (
-            torch.nested.nested_tensor_from_jagged(
-                x.contiguous(), cu_seqlens, min_seqlen=min(n), max_seqlen=T
-            ).transpose(1, 2)
-            for x in qkv.unbind(1)
-        )
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).values()
-
     def torch_varlen(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return module.varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, T, T)
+        return module.varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, shape.T, shape.T)
 
     def flash_attn(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return module.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, T)
-
-    def separate(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        starts = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens)
-        most = dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), T)
-        return _output(module.flash_attn_varlen_func(*qkv.unbind(1), **starts, **most))
-
-    @functools.cache
-    def mask() -> Any:
-        bias = importlib.import_module("xformers.ops").fmha.attn_bias
-        return bias.BlockDiagonalMask.from_seqlens(n)
-
-    def xformers(module: Any, qkv: Tensor, cu_seqlens: Tensor) -> Tensor:
-        q, k, v = (x.unsqueeze(0) for x in qkv.unbind(1))
-        return module.memory_efficient_attention(q, k, v, attn_bias=mask()).squeeze(0)
+        return module.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, shape.T)
 
     own = [
         plain("sdpa-padded", on_padded(shape, attention_ref)),
-        plain("nested", nested),
         ours("ours-padded", on_padded(shape, fk.attention)),
     ]
-    return (
-        own
-        if dtype == "fp32"
-        else [
-            *own,
-            imported("torch-varlen", "torch.nn.attention.varlen", torch_varlen),
-            imported("flash_attn", "flash_attn", flash_attn),
-            imported("flash_attn_3", "flash_attn_interface", separate),
-            imported("flash_attn_4", "flash_attn.cute", separate),
-            imported("xformers", "xformers.ops", xformers),
-        ]
-    )
+    others = [
+        imported("torch-varlen", "torch.nn.attention.varlen", torch_varlen),
+        imported("flash_attn", "flash_attn", flash_attn),
+    ]
+    return own if dtype == "fp32" else [*own, *others]
 
 
 # --- the table
@@ -763,8 +636,7 @@ OPS = {
             lambda: (*vits(), *head_sweep(197)),
             lambda s: _elements(s, 7, 13),
             {"": ("x y mean rstd", "dy x dx mean rstd")},
-            _layer_norm_peers,
-            lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
+            usual=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
             dtypes=_NORM_DTYPES,
             rotated=10,
         ),
@@ -774,8 +646,7 @@ OPS = {
             rms_norm_shapes,
             lambda s: _elements(s, 5 if s.variant == ADDED else 4, 9),
             {"": ("x y rstd", "dy x dx rstd"), ADDED: ("x residual y rstd", "dy x dx rstd")},
-            _rms_norm_peers,
-            _torch_rms_norm,
+            usual=_torch_rms_norm,
             sizes=lambda s: dict(rows=(s.B, s.T, s.H), C=s.D) if s.variant == HEADS else {},
             given=lambda s: ("x", "weight", "residual") if s.variant == ADDED else (),
             dtypes=_NORM_DTYPES,
@@ -824,8 +695,8 @@ OPS = {
             {"": _QKV},
             _varlen_peers,
             long=_packed_by_head,
-            compiled=by_flex,
             sizes=lambda s: dict(lengths=tuple(lengths(s))),
+            compiles=False,
         ),
         Op(
             "mlp",
@@ -847,7 +718,7 @@ OPS = {
                 "": (_GATED_FORWARD, _GATED_BACKWARD),
                 "norm": (f"{_GATED_FORWARD} mean rstd", f"{_GATED_BACKWARD} mean rstd"),
             },
-            _gated_mlp_peers,
+            lambda shape, dtype, torch_, fused: [_stored(fused)],
             sizes=lambda s: dict(
                 separate=s.variant in ("separate", "norm"), norm=s.variant == "norm"
             ),

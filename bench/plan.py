@@ -17,7 +17,7 @@ from typing import Any
 
 from bench import models
 from bench.measure import COPY, SETTLED, Bench, measure_op
-from bench.models import EAGER_GRAPH, HOSTS, VIT, WAYS, Case, NamedCase
+from bench.models import EAGER_GRAPH, VIT, WAYS, Case, NamedCase
 from bench.ops import BASELINE, MODES, OPS, SEARCH, Op, Provider, Shape, has_part, shape_of
 from bench.rows import FAILED, OK, ROOF, Key, Row, least
 from fastvit_kernels.commands.console import CommandError, aligned
@@ -95,7 +95,7 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
         seen.add(sizes)
         for dtype in op.dtypes:
             late = dtype in ("fp16", "fp32")
-            if (late and shape.tier > 2) or not wanted.case(shape.id, dtype):
+            if not wanted.case(shape.id, dtype):
                 continue
             asked = [p for p in op.providers(shape, dtype) if wanted.provider(p.name)]
             for p in (p for p in asked if not p.installed):
@@ -103,7 +103,7 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
             for name, later, seconds in _OP_GROUPS:
                 group = [p for p in asked if p.installed and name == p.name * p.compiled]
                 run = functools.partial(measure_op, op, shape, dtype, modes)
-                keys, tier = _keys(op, shape, dtype, modes, group), shape.tier + later + 3 * late
+                keys, tier = _keys(op, shape, dtype, modes, group), later + 3 * late
                 yield Task(tier, seconds, f"{op.name} {shape.id} {dtype}", keys, run)
 
 
@@ -119,20 +119,12 @@ def vit_cases() -> Iterator[tuple[int, float, Case]]:
         (1, 0.8, dict(model="S", batch=256)),
         (1, 1.6, dict(model="L", batch=64)),
         (2, 1.0, dict(dtype="bf16")),
-        (2, 1.0, dict(host="torchvision")),
-        (2, 1.0, dict(host="hf")),
         (2, 1.2, dict(size=384, batch=64)),
         (3, 0.8, dict(model="Ti", batch=512)),
         (3, 2.0, dict(model="H", batch=32)),
         *((3, 1.0, dict(batch=n)) for n in (32, 64, 256, 512)),
     ):
         yield tier, factor, replace(base, **changes)
-    for model in ("Ti", "S", "B", "L", "H"):
-        for size, images in ((384, 32), (512, 16)):
-            yield 4, 1.5, replace(base, model=model, size=size, batch=images)
-        for mode in ("train", "infer"):
-            for host_, dtype in (("timm", "bf16"), ("torchvision", "amp"), ("hf", "amp")):
-                yield 4, 1.0, Case(host_, model, 224, 64, dtype, mode)
 
 
 def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
@@ -161,10 +153,10 @@ _VIT_GROUPS = (
 )
 
 
-def _has_host(wanted: Wanted, name: str) -> bool:
-    here = importlib.util.find_spec(HOSTS[name]) is not None
+def _has_timm(wanted: Wanted) -> bool:
+    here = importlib.util.find_spec("timm") is not None
     if not here:
-        wanted.say(f"models of {name} are not measured: {HOSTS[name]} is not installed")
+        wanted.say("whole models are not measured: timm is not installed")
     return here
 
 
@@ -174,8 +166,8 @@ def _vit_keys(case: Case, names: Iterable[str]) -> tuple[Key, ...]:
 
 def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
     for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
-        if not wanted.model and not _has_host(wanted, case.host):
-            continue
+        if not wanted.model and not _has_timm(wanted):
+            break
         asked, title = wanted.case(case.id, case.dtype, case.mode), f"{case.dtype} {case.mode}"
         for later, seconds, names in _VIT_GROUPS:
             keys = _vit_keys(case, (n for n in names if asked and wanted.provider(n)))
@@ -223,6 +215,7 @@ VIT_L = "timm-ViT-L-224-B64-drop0.4"
 GRAPHED = ("swapped+graph", "backend+graphs")
 UNSKIPPED = ("swapped", "swapped+")
 OF_VIT_B = "ViT-B-B128-T197-C768-H12"
+CONVOLUTIONS = (BASELINE, "eager, cudnn.benchmark")  # each with cat and add
 PACKED, NORMED = "C768-H12-packed", "C768-H12-layer_norm"  # variants of gated_mlp and rope
 SHORT_T, LONG_T = (197, 257), (577, 785, 1025, 1370, 2305, 4097)
 
@@ -253,16 +246,6 @@ class Claim:
         )
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A row of the table of goals; `least` in words, what decides it in `claims`."""
-
-    work: str
-    against: str
-    least: str
-    claims: tuple[Claim, ...]
-
-
 def of_tokens(tokens: Iterable[int]) -> tuple[str, ...]:
     """Parts of the ids of a sweep over T."""
     return tuple(f"T{T}-C768-H12" for T in tokens)
@@ -283,109 +266,35 @@ def _step(
     return Claim(name, "vit", "train", (shape,), least, peers, kind, ours, "amp")
 
 
-GOALS = (
-    Goal(
-        "attention forward and backward, D = 64, T = 197 and 257",
-        "best forced SDPA backend, qkv packed or not; FA3, FA4, flex FLASH if installed",
-        "1.3x",
-        tuple(_attention("197, 257", mode, SHORT_T, 1.3) for mode in ("fwd", "bwd")),
+CLAIMS = (
+    *(_attention("197, 257", mode, SHORT_T, 1.3) for mode in ("fwd", "bwd")),
+    _attention("577..4097", "fwd", LONG_T, 1.0),
+    _attention("577..2305", "bwd", LONG_T[:-1], 1.1),
+    _attention("4097", "bwd", LONG_T[-1:], 1.0),
+    *(
+        Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
+        for op in ("layer_norm", "rms_norm")
+        for mode, least in (("fwd", 0.85), ("bwd", 0.75))
     ),
-    Goal(
-        "the same forward, T = 577 to 4097",
-        "the same",
-        "1.0x",
-        (_attention("577..4097", "fwd", LONG_T, 1.0),),
-    ),
-    Goal(
-        "the same backward, T = 577 to 2305; 4097",
-        "the same",
-        "1.1x; 1.0x",
-        (
-            _attention("577..2305", "bwd", LONG_T[:-1], 1.1),
-            _attention("4097", "bwd", LONG_T[-1:], 1.0),
-        ),
-    ),
-    Goal(
-        "layer_norm and rms_norm, forward / backward",
-        "copy roof",
-        "85 % / 75 %",
-        tuple(
-            Claim(f"{op} {mode}", op, mode, (OF_VIT_B,), least, kind="copy")
-            for op in ("layer_norm", "rms_norm")
-            for mode, least in (("fwd", 0.85), ("bwd", 0.75))
-        ),
-    ),
-    Goal(
-        "MLP forward + backward, exact GELU; SwiGLU",
-        "torch.compile max-autotune",
-        "1.15x",
-        (
-            Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
-            Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,)),
-        ),
-    ),
-    Goal(
-        "rope + qk-norm forward + backward",
-        "torch.compile",
-        "1.3x",
-        (Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", SEARCH)),),
-    ),
-    Goal(
-        "patch_embed forward",
-        "conv2d (cudnn.benchmark) + cat + add",
-        "2x",
-        (
-            Claim(
-                "patch_embed fwd",
-                "patch_embed",
-                "fwd",
-                (OF_VIT_B,),
-                2.0,
-                (BASELINE, "eager, cudnn.benchmark"),
-            ),
-        ),
-    ),
-    Goal(
-        "ViT-B/16 224 training step, fp32 parameters, bf16 autocast, batch 256",
-        "eager, both as they are or both as graphs / max-autotune / sustained matmul roof",
-        "1.7x / 1.2x / 65 %",
-        (
-            _step("ViT-B step, eager", VIT_B, 1.7, BASELINE, ours=("swapped", "backend")),
-            _step("ViT-B step, graphs", VIT_B, 1.7, EAGER_GRAPH, ours=GRAPHED),
-            _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
-            _step("ViT-B step, matmul roof", VIT_B, 0.65, kind="matmul"),
-        ),
-    ),
-    Goal(
-        "ViT-Ti/16, S/16 training step; DINOv3 ViT-B",
-        "max-autotune",
-        "1.5x; 1.3x",
-        (
-            _step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
-            _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
-            _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH),
-        ),
-    ),
-    Goal(
-        'peak memory of ViT-B, batch 256: default; memory="low"',
-        "eager",
-        "0.8x; 0.6x",
-        (
-            _step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
-            _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",)),
-        ),
-    ),
-    Goal(
-        "ViT-L training step with drop_path 0.4, skipped: rates that rise from 0; uniform",
-        "the same without skipping",
-        "1.15x; 1.5x",
-        tuple(
-            _step(name, shape, least, *UNSKIPPED, ours=("swapped-skip", "swapped-skip+"))
-            for name, shape, least in (
-                ("ViT-L drop_path 0.4", VIT_L, 1.15),
-                ("ViT-L drop_path 0.4, uniform", f"{VIT_L}-uniform", 1.5),
-            )
-        ),
+    Claim("mlp", "mlp", "both", (OF_VIT_B,), 1.15, (SEARCH,)),
+    Claim("gated_mlp", "gated_mlp", "both", (PACKED,), 1.15, (SEARCH,)),
+    Claim("rope + qk-norm", "rope", "both", (NORMED,), 1.3, ("compile", SEARCH)),
+    Claim("patch_embed fwd", "patch_embed", "fwd", (OF_VIT_B,), 2.0, CONVOLUTIONS),
+    _step("ViT-B step, eager", VIT_B, 1.7, BASELINE, ours=("swapped", "backend")),
+    _step("ViT-B step, graphs", VIT_B, 1.7, EAGER_GRAPH, ours=GRAPHED),
+    _step("ViT-B step, max-autotune", VIT_B, 1.2, SEARCH),
+    _step("ViT-B step, matmul roof", VIT_B, 0.65, kind="matmul"),
+    _step("ViT-Ti step", "timm-ViT-Ti-224-B512", 1.5, SEARCH),
+    _step("ViT-S step", "timm-ViT-S-224-B256", 1.5, SEARCH),
+    _step("DINOv3 ViT-B step", "timm:vit_base_patch16_dinov3-224-B128", 1.3, SEARCH),
+    _step("peak memory", VIT_B, 0.8, BASELINE, kind="memory", ours=("swapped",)),
+    _step("peak memory, low", VIT_B, 0.6, BASELINE, kind="memory", ours=("swapped-low",)),
+    *(
+        _step(name, shape, least, *UNSKIPPED, ours=("swapped-skip", "swapped-skip+"))
+        for name, shape, least in (
+            ("ViT-L drop_path 0.4", VIT_L, 1.15),
+            ("ViT-L drop_path 0.4, uniform", f"{VIT_L}-uniform", 1.5),
+        )
     ),
 )
 
@@ -477,9 +386,9 @@ def _measured(row: Row | None, kind: str) -> str:
 
 
 def claim_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table that ends a run, below CLAIM_HEADER: a line for each claim."""
+    """The table that ends a run and is on the page, below CLAIM_HEADER: a line for each claim."""
     found, sustained = [], _roof(rows, "matmul")
-    for claim in (claim for goal in GOALS for claim in goal.claims):
+    for claim in CLAIMS:
         v = verdict(claim, rows)
         share, roof = (v.ours.roof_share, v.ours.roof) if v.ours else (None, "")
         if v.ours and claim.op == "vit":  # a step is held against what the GPU sustains
@@ -502,18 +411,6 @@ def claim_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def claim_table(rows: Sequence[Row]) -> str:
     return aligned([CLAIM_HEADER, *claim_lines(rows)])
-
-
-def goal_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """The table of goals for a page: work, against, at least, measured."""
-    found = []
-    for goal in GOALS:
-        verdicts = [verdict(claim, rows) for claim in goal.claims]
-        ratios = ("" if v.ratio is None else f"{v.ratio:.2f} " for v in verdicts)
-        cells = [f"{v.claim.name}: {r}{v.word}" for v, r in zip(verdicts, ratios, strict=True)]
-        measured = "not yet" if all(v.ours is None for v in verdicts) else "; ".join(cells)
-        found.append([goal.work, goal.against, goal.least, measured])
-    return found
 
 
 # --- what the goals need: every peer in the same turns as ours, most telling first. Seconds are
@@ -579,7 +476,7 @@ def targets(parts: Sequence[str] = ()) -> list[Task]:
         return [of(op, part, ("both",), compiles=True, **options) for op, part in pairs]
 
     def vit(case: Case, ways: tuple[str, ...], *more: Any) -> list[Task]:
-        return [vit_target(case, ways, *more)] if _has_host(Wanted(), case.host) else []
+        return [vit_target(case, ways, *more)] if _has_timm(Wanted()) else []
 
     parts_of = dict(zip(tokens, of_tokens(tokens), strict=True))
     attention = {T: of("attention", part) for T, part in parts_of.items()}

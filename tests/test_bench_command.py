@@ -45,60 +45,20 @@ def test_the_plan_puts_the_telling_first_and_says_what_it_does_not_know():
     assert [t.tier for t in found] == sorted(t.tier for t in found)
     keys = [key for task in found for key in task.keys]
     assert len(keys) == len(set(keys))
-    assert any("xformers is not measured" in text for text in everything.said)
-
-
-def test_the_plan_asks_for_every_variant_and_for_low_precision_first():
-    found = tasks(Wanted(ops=("linear", "gated_mlp", "rms_norm")))
-    variants = {(key[0], key[2].rpartition("-")[2]) for task in found for key in task.keys}
+    assert any("flash_attn is not measured" in text for text in everything.said)
+    of_linear = {k[1]: t.tier for t in found for k in t.keys if k[0] == "linear" and k[3] == "bf16"}
+    assert of_linear["ours"] == 0 < of_linear["compile"] < of_linear["compile-max-autotune"]
+    variants = {(key[0], key[2].rpartition("-")[2]) for key in keys}
     assert {("linear", "proj"), ("linear", "fc1"), ("gated_mlp", "norm")} <= variants
     assert {("rms_norm", "heads"), ("rms_norm", "added"), ("rms_norm", "H12")} <= variants
-    tiers: dict = {}
-    for task in found:
-        for op, provider, shape, dtype, mode in task.keys:
-            tiers.setdefault((op, provider, shape, mode), {})[dtype] = task.tier
-    assert any(len(by_dtype) > 2 for by_dtype in tiers.values())
-    for by_dtype in tiers.values():
-        late = {by_dtype[d] for d in ("fp16", "fp32") if d in by_dtype}
-        early = {by_dtype[d] for d in ("bf16", "amp") if d in by_dtype}
-        assert late <= {tier + 3 for tier in early}
-    compiled = {
-        k[1]: t.tier - tiers["linear", "eager", k[2], k[4]]["bf16"]
-        for t in found
-        for k in t.keys
-        if k[0] == "linear" and k[3] == "bf16"
-    }
-    assert compiled["ours"] == 0 < compiled["compile"] < compiled["compile-max-autotune"]
 
 
 def test_the_plan_of_whole_models():
-    found = tasks(Wanted(ops=("vit",)))
-    keys = {key for task in found for key in task.keys}
-    for op, names in {
-        "vit": ("eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"),
-    }.items():
-        assert {key[1] for key in keys if key[0] == op} >= set(names)
-    models = {key[2] for key in keys if key[0] == "vit"}
-    assert {f"timm-ViT-{m}" for m in ("Ti", "S", "B", "L", "H")} <= {
-        shape.rpartition("-B")[0].rpartition("-")[0] for shape in models
-    }
-    assert models >= {
-        f"timm-ViT-{case}"
-        for case in (
-            "S-224-B256",
-            "L-224-B64",
-            "Ti-224-B512",
-            "H-224-B32",
-            "B-384-B64",
-            "B-224-B32",
-            "B-224-B64",
-            "B-224-B128",
-            "B-224-B256",
-            "B-224-B512",
-        )
-    }
-    assert {shape.partition("-")[0] for shape in models} == {"timm", "torchvision", "hf"}
-    assert {key[4] for key in keys if key[0] == "vit"} == {"train", "infer"}
+    keys = {key for task in tasks(Wanted(ops=("vit",))) for key in task.keys}
+    names = {"eager", "swapped", "swapped+graph", "compile", "compile-max-autotune"}
+    assert {key[1] for key in keys} >= names and {key[4] for key in keys} == {"train", "infer"}
+    cases = ("S-224-B256", "L-224-B64", "Ti-224-B512", "H-224-B32", "B-384-B64", "B-224-B256")
+    assert {key[2] for key in keys} >= {f"timm-ViT-{case}" for case in cases}
     few = tasks(Wanted(ops=("vit",), modes=("infer",), shapes=("ViT-B-224-B128",)))
     assert {key[2:] for t in few for key in t.keys} == {("timm-ViT-B-224-B128", "amp", "infer")}
 
@@ -119,7 +79,7 @@ def test_sweeps_are_whole():
     sweep = {s.T: s for s in found if s.model == "sweep-T"}
     assert tuple(sweep) == ops.T_SWEEP
     assert {s.D for s in found} >= {32, 64, 80, 88, 96, 128}
-    assert {s.T for s in found} >= {197, 577, 1370, 257, 730}
+    assert {s.T for s in found} >= {197, 577, 1370, 257}
     assert all(0.6 < s.B * s.T / ops.TOKENS < 1.4 for s in found)
 
 
@@ -327,9 +287,9 @@ def test_roofs_are_measured_once(monkeypatch, tmp_path):
 def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
     machine, _, words = stand_in(monkeypatch, tmp_path)
     work = [stub_task("a")]
-    monkeypatch.setattr("bench.run.tasks", lambda wanted: wanted.say("quack is absent") or work)
+    monkeypatch.setattr("bench.run.tasks", lambda wanted: wanted.say("flash is absent") or work)
     assert main(words, machine) == 0
-    assert "- quack is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
+    assert "- flash is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
 
 
 def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch, tmp_path):

@@ -301,78 +301,32 @@ def reference(q, k, v):
     return attention_ref(torch.stack((q, k, v), 2))
 
 
-def packed(longest):
-    """Attention of packed sequences as peers take it: starts and lengths of queries and of keys."""
-
-    def run(q, k, v, starts, starts_k, most, most_k):
-        assert starts is starts_k and most == most_k == longest
-        return varlen_attention_ref(torch.stack((q, k, v), 1), starts, longest)
-
-    return run
-
-
-def rms(x, weight, eps, offset=0.0, casting="gemma", in_place=False):
-    assert (offset, casting, in_place) == (0.0, "gemma", False)
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def layer_norm(x, weight, bias, eps):
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
 def peers(longest):
     """By module, what bench calls of each, as PyTorch computes it."""
-    run = packed(longest)
 
-    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-        return run(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    def packed(qkv, starts, most):
+        assert most == longest
+        return varlen_attention_ref(qkv, starts, longest)
 
-    def xformers(q, k, v, attn_bias=None):
-        if attn_bias is None:
-            return reference(q, k, v)
-        parts = (x.split(attn_bias, 1) for x in (q, k, v))
-        return torch.cat([reference(*part) for part in zip(*parts, strict=True)], 1)
+    def run(q, k, v, starts, starts_k, most, most_k):
+        assert starts is starts_k and most == most_k
+        return packed(torch.stack((q, k, v), 1), starts, most)
 
-    def autograd(apply):
-        return SimpleNamespace(apply=apply)
-
-    mask = SimpleNamespace(from_seqlens=lambda lengths: lengths)
     return {
         "flash_attn": dict(
-            flash_attn_qkvpacked_func=attention_ref,
-            flash_attn_varlen_qkvpacked_func=lambda qkv, starts, most: run(
-                *qkv.unbind(1), starts, starts, most, most
-            ),
+            flash_attn_qkvpacked_func=attention_ref, flash_attn_varlen_qkvpacked_func=packed
         ),
         "flash_attn_interface": dict(  # with the lse
-            flash_attn_func=lambda *qkv: (reference(*qkv), None),
-            flash_attn_varlen_func=lambda *qkv, **given: (varlen(*qkv, **given), None),
+            flash_attn_func=lambda *qkv: (reference(*qkv), None)
         ),
-        "flash_attn.cute": dict(flash_attn_func=reference, flash_attn_varlen_func=varlen),
-        "xformers.ops": dict(
-            memory_efficient_attention=xformers,
-            fmha=SimpleNamespace(attn_bias=SimpleNamespace(BlockDiagonalMask=mask)),
-        ),
+        "flash_attn.cute": dict(flash_attn_func=reference),
         "torch.nn.attention.varlen": dict(varlen_attn=run),
-        "liger_kernel.ops.layer_norm": dict(LigerLayerNormFunction=autograd(layer_norm)),
-        "liger_kernel.ops.rms_norm": dict(LigerRMSNormFunction=autograd(rms)),
-        "liger_kernel.ops.swiglu": dict(
-            LigerSiLUMulFunction=autograd(lambda a, b: torch.nn.functional.silu(a) * b)
-        ),
-        "quack.rmsnorm": dict(
-            layernorm_fwd=layer_norm, rmsnorm=lambda x, weight, eps: rms(x, weight, eps)
-        ),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "variant", "dtype"),
     [
-        ("layer_norm", "", "fp32"),
-        ("rms_norm", "", "fp32"),
-        ("rms_norm", "heads", "fp32"),
-        ("gated_mlp", "packed", "fp32"),
-        ("gated_mlp", "separate", "fp32"),
         ("attention", "", "bf16"),
         ("varlen_attention", "spread", "bf16"),
     ],

@@ -84,10 +84,11 @@ def test_a_full_disk_leaves_what_was_there(name, tmp_path):
 def test_failed_competitors_are_drawn_hollow(tmp_path):
     """A picture without them would say that nobody else had tried."""
     axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    bars = [("ViT", "eager", 1.0, False), ("ViT", "compile", 2.0, True)]
-    report._bars(axes, bars, "", "", "%f")
+    eager = Row("vit", "eager", "ViT", "amp", "train", ms=1.0)
+    steps = report._steps([eager, replace(eager, provider="compile", status=FAILED)])
+    report._bars(axes, steps, *report.PANELS[0])
     assert [bar.get_facecolor()[3] for bar in axes.patches] == [1.0, 0.0]
-    row = Row("mlp", "liger_kernel", "a", "bf16", "both", T=50, ms=1.0)
+    row = Row("mlp", "flash_attn", "a", "bf16", "both", T=50, ms=1.0)
     assert report._measured([replace(row, status=FAILED)])
     assert not report._measured([replace(row, status=ERROR)])
 
@@ -122,12 +123,12 @@ def test_a_case_has_the_best_of_each_side():
     rows = [
         row,
         replace(row, provider="compile", ms=3.5, graph_ms=2.5),
-        replace(row, provider="quack", ms=2.2, graph_ms=None),
+        replace(row, provider="flash_attn", ms=2.2, graph_ms=None),
         best,
         replace(row, provider="ours-split", ms=1.9, graph_ms=1.6, speedup=1.9),
         replace(row, provider="ours-wrong", ms=0.1, graph_ms=0.1, status=FAILED, speedup=9.0),
     ]
-    line = ["mlp a bf16 both", "3", "2.2 quack", "1.5 ours", "46% copy", "1,234", "2.00"]
+    line = ["mlp a bf16 both", "3", "2.2 flash_attn", "1.5 ours", "46% copy", "1,234", "2.00"]
     assert report.case_lines(rows) == [[*line, "FAILED: ours-wrong"]]
     nothing = ["mlp a bf16 both", "", "", "", "", "", "", "FAILED: ours-wrong"]
     assert report.case_lines([rows[-1]]) == [nothing]  # no speed-up of what is wrong

@@ -17,12 +17,11 @@ sys.path.insert(0, str(ROOT))  # bench is no part of the package
 
 from bench import plan, report
 from bench.models import EAGER_GRAPH, WAYS
-from bench.ops import SEARCH, T_SWEEP
-from bench.plan import GOALS, Claim, verdict
+from bench.ops import SEARCH
+from bench.plan import CLAIMS, Claim, verdict
 from bench.rows import ERROR, FAILED, Row
 from fastvit_kernels import swap_in
 
-CLAIMS = [claim for goal in GOALS for claim in goal.claims]
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 
 
@@ -95,19 +94,6 @@ def test_rows_of_another_dtype_or_mode_decide_nothing():
         assert verdict(claim, [*others, *rows]).ratio == 2.0
 
 
-def test_what_is_wanted_is_what_the_page_says():
-    """`least` in words has the claims' own numbers, and the words of T are the sweep's."""
-    for goal in GOALS:
-        said = {
-            float(n) / (100 if unit == " %" else 1)
-            for n, unit in re.findall(r"([\d.]+)(x| %)", goal.least)
-        }
-        assert said == {claim.least for claim in goal.claims}, goal.work
-    first, last = (int(n) for n in re.findall(r"T = (\d+) to (\d+)", GOALS[1].work)[0])
-    assert tuple(T for T in T_SWEEP if first <= T <= last) == plan.LONG_T
-    assert GOALS[0].work.endswith("T = {} and {}".format(*plan.SHORT_T))
-
-
 def test_shares_of_the_roofs():
     def row(op, mode, **fields):
         return Row(op, "ours", "ViT-B-B128-T197-C768-H12", "bf16", mode, ms=1.0, **fields)
@@ -146,14 +132,6 @@ def test_without_rows_each_line_says_why():
     assert {line[-1] for line in lines} >= {"not measured"}
     error = Row("vit", "swapped", plan.VIT_B, "amp", "train", status=ERROR, note="no kernel")
     assert verdict(BY_NAME["peak memory"], [error]).word == "error: no kernel"
-
-
-def test_the_table_of_goals():
-    rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0)]
-    first, second, *others = plan.goal_lines(rows)
-    assert first[:3] == [GOALS[0].work, GOALS[0].against, "1.3x"]
-    assert first[3].startswith("attention fwd, T = 197, 257: 2.00 met; attention bwd")
-    assert [line[3] for line in (second, *others)] == ["not yet"] * (len(GOALS) - 1)
 
 
 def measured(claim: Claim):
@@ -272,11 +250,11 @@ def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     about = {"gpu": "NO SUCH H200"}
     rows = [attention("ours", 197, 1.0, **about), attention("sdpa-flash", 197, 2.0, **about)]
     empty = report.docs([], tmp_path)
-    assert empty.count(GOALS[0].work) == 1 and "NO SUCH H200" not in empty
+    assert empty.count("patch_embed fwd | 2x | - |") == 1 and "NO SUCH H200" not in empty
     page = report.docs([("a-gpu", rows)], tmp_path)
     goals, of_gpu = page.index("### Targets"), page.index("### a-gpu")
     beside = "| attention fwd, T = 197 | 1 ms ours | sdpa-flash 2 (2.00x) | sdpa-cudnn, "
-    assert beside in page[:goals] and "2.00 met" in page[goals:of_gpu]
+    assert beside in page[:goals] and "| 2.00 |  | met |" in page[goals:of_gpu]
     assert "](../bench/results/a-gpu/attention.png)" in page[of_gpu:]
     assert "| 2 sdpa-flash | 1 ours |" in page[of_gpu:]
     # no figure of what has run on no GPU
