@@ -253,8 +253,9 @@ MODES = {"fwd": "forward", "bwd": "backward"}
 def _figure(height: float, title: str, rows: Sequence[Row]) -> Any:
     figures = require("matplotlib.figure", "matplotlib")
     figure = figures.Figure((WIDTH, height), layout="constrained")
-    lines = textwrap.wrap(conditions(rows), int(WIDTH * 13))
-    figure.suptitle(title + "\n" + "\n".join(lines), fontsize=10)
+    figure.suptitle(title, fontsize=12)
+    lines = textwrap.wrap(conditions(rows), int(WIDTH * 17))
+    figure.supxlabel("\n".join(lines), fontsize=7, color="#666666")
     return figure
 
 
@@ -287,23 +288,23 @@ def draw_attention(rows: Sequence[Row], path: Path) -> Path | None:
     if not any(panels.values()):
         return None
     shown = [r for r in _measured(rows) if r.op == "attention"]
-    figure = _figure(4.2, "Attention, bf16: speed over the best SDPA backend", shown)
+    figure = _figure(4.2, "Our attention beside the best SDPA backend, bf16", shown)
     dims = sorted({D for lines in panels.values() for D in lines})
     tints, drawn = dict(zip(dims, itertools.cycle(CYCLE))), {}
     both = figure.subplots(1, 2, sharey=True)
     for axes, (mode, lines) in zip(both, panels.items(), strict=True):
         for D, points in sorted(lines.items()):
             T, ratio = zip(*sorted(points.items()), strict=True)
-            name = f"D = {D}"
+            name = f"ours, head dim {D}"
             (drawn[D],) = axes.plot(T, ratio, marker="o", ms=4, color=tints[D], label=name)
-        axes.axhline(1, color="black", lw=0.8)
-        axes.set(title=f"{MODES[mode]}: above 1 ours is faster", xlabel="tokens T")
+        peer = axes.axhline(1, color="black", lw=0.8, label="best SDPA backend")
+        axes.set(title=f"{MODES[mode]}: higher is better", xlabel="tokens of an image")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.grid(alpha=0.3)
-    both[0].set(ylabel="time of the best SDPA backend / ours")
+    both[0].set(ylabel="speed, in multiples of the best SDPA's")
     both[0].set_ylim(0)
-    figure.legend(handles=[drawn[D] for D in dims], loc="outside right center", fontsize=9)
+    figure.legend(handles=[*(drawn[D] for D in dims), peer], loc="outside right center", fontsize=9)
     return _save(figure, path)
 
 

@@ -215,11 +215,12 @@ def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
     assert report.over_best_sdpa(rows, "fwd") == {64: {197: 1.5, 577: 0.5}, 32: {197: 3.0}}
     report.draw_attention(rows, tmp_path)
     forward, backward = drawn[0].axes
-    assert [line.get_label() for line in forward.get_lines()[:2]] == ["D = 32", "D = 64"]
+    ours = ["ours, head dim 32", "ours, head dim 64"]
+    assert [line.get_label() for line in forward.get_lines()[:2]] == ours
     assert list(forward.get_lines()[1].get_ydata()) == [1.5, 0.5]
     assert len(backward.get_lines()) == 1 and forward.get_ylim()[1] > 3.0  # all is inside
     (legend,) = drawn[0].legends  # one for both
-    assert [text.get_text() for text in legend.get_texts()] == ["D = 32", "D = 64"]
+    assert [text.get_text() for text in legend.get_texts()] == [*ours, "best SDPA backend"]
     assert drawn[0].get_figwidth() * report.DPI <= 1000
 
 
