@@ -63,7 +63,7 @@ def layer_of(name: str) -> str:
 
 def largest(x: Tensor) -> float:
     """The largest of the finite values, 0 where there are none."""
-    return x[x.isfinite()].abs().amax().item() if x.isfinite().any() else 0.0
+    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if x.numel() else 0.0
 
 
 def layer_peaks(found: Mapping[str, Tensor]) -> defaultdict[str, float]:

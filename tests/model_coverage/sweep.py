@@ -253,6 +253,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not every:
         parser.error(f"no model's name begins with {' or '.join(prefixes)}")
     model_zoo.import_all(arguments.hosts)
+    judge(Row("nn", "", ""), *small_models("nn", "TransformerEncoder").__next__())  # imports, too
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
     if arguments.sample is not None:
         return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit)
