@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .dynamo import guard_hooks, module_path
@@ -159,9 +160,14 @@ def flops_of(n: Node) -> int:
     return 2 * size * inner_size(name, n)
 
 
+def operands(n: Node) -> list[Node]:
+    """In order, one that is given twice is there twice."""
+    return [a for a in tree_leaves((n.args, n.kwargs)) if isinstance(a, Node)]
+
+
 def inner_size(name: str, n: Node) -> int:
     """Multiplications that each element of the result takes."""
-    tensors = [a for a in n.all_input_nodes if isinstance(val(a), Tensor)]
+    tensors = [a for a in operands(n) if isinstance(val(a), Tensor)]
     if name == "scaled_dot_product_attention":
         return 2 * hint(shape(tensors[1])[-2])
     if name == "linear" or name.startswith("conv"):
@@ -192,7 +198,7 @@ def count_declined(gm: GraphModule, report: GraphReport) -> None:
 
 
 def declined_inner_size(n: Node, name: str) -> int:
-    tensors = [x for a in n.all_input_nodes if isinstance(x := a.meta.get("example_value"), Tensor)]
+    tensors = [x for a in operands(n) if isinstance(x := a.meta.get("example_value"), Tensor)]
     if len(tensors) < 2:
         return 1
     if name == "linear" or name.startswith("conv"):

@@ -145,7 +145,7 @@ class Graph:
     def number(self) -> None:
         """The order of the nodes, and who writes where."""
         self.order = {n: float(i) for i, n in enumerate(self.graph.nodes)}
-        self.written = [(self.order[n], w) for n in self.graph.nodes if (w := writes(n))]
+        self.written = [(n, w) for n in self.graph.nodes if (w := writes(n))]
 
     def find(self, *names: str) -> list[Node]:
         return [n for n in self.graph.nodes if op(n) in names]
@@ -155,10 +155,16 @@ class Graph:
         own = storages(val(n))
         return not any(own & w for _, w in self.written)
 
+    def writer(self, tensors: Iterable[Node], since: Node, until: Node) -> Node | None:
+        """The first node between the two that may write to one of these."""
+        own = storages([val(n) for n in tensors])
+        start, end = self.order[since], self.order[until]
+        found = (n for n, w in self.written if start < self.order[n] < end and own & w)
+        return next(found, None)
+
     def is_written(self, tensors: Iterable[Node], since: Node, until: Node) -> bool:
         """Whether a node between the two may write to one of these."""
-        between = [w for at, w in self.written if self.order[since] < at < self.order[until]]
-        return any(s in w for w in between for n in tensors for s in storages(val(n)))
+        return self.writer(tensors, since, until) is not None
 
     def absorb(self, nodes: Iterable[Node], root: Node, *, draw: Node | None = None) -> list[Node]:
         """The nodes that go once root is computed anew from what they read.

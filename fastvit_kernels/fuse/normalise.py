@@ -104,7 +104,11 @@ def check_traceable(gm: GraphModule) -> None:
         if n.op == "call_module":
             raise Decline("a module is called whole in the graph")
         if n.op == "call_function" and not is_known_function(n.target):
-            raise Decline(f"{getattr(n.target, '__name__', n.target)} is in the graph")
+            name = getattr(n.target, "__name__", n.target)
+            told = (
+                "the forward sets a tensor's .data" if name == "set_" else f"{name} is in the graph"
+            )
+            raise Decline(told)
         x = n.meta.get("example_value")
         if n.op == "placeholder" and isinstance(x, Tensor) and is_functorch(x):
             raise Decline("tensors of a function transform")

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 import torch._dynamo as dynamo
+import torch.nn.functional as F
 from swapped import images, swapped_and_host, vit
 from torch import nn
 
@@ -56,6 +57,40 @@ def test_the_share_is_that_of_the_flops():
     (left,) = report.left
     assert (left.name, left.flops) == ("", product) and left.reason
     assert f"{100 * report.share:.1f} % of the matmul and attention FLOPs" in str(report)
+
+
+class OfAnother(torch.autograd.Function):
+    """As a quantised linear of another package: nothing tells that it only reads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, d):
+        return d
+
+
+def test_a_reason_names_what_may_write():
+    class Foreign(nn.Linear):
+        def forward(self, x):
+            q = super().forward(x)
+            return OfAnother.apply(F.scaled_dot_product_attention(q, q, q))
+
+    report = swap_in(Foreign(32, 32), example=torch.randn(2, 2, 9, 32))
+    (left,) = report.left
+    assert left.reason == "autograd_function_apply may write to what attention keeps"
+
+
+def test_a_graph_that_is_left_whole_says_what_the_forward_does():
+    class Loads(nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.ones_like(self.weight)
+            return super().forward(x)
+
+    report = swap_in(Loads(64, 64), example=torch.randn(2, 9, 64))
+    (left,) = report.left
+    assert left.reason == "the forward sets a tensor's .data"
 
 
 def test_rows_name_modules_of_the_model_by_block_too():

@@ -121,7 +121,21 @@ ATTENTION = {
     **{k: attention(packed, v, join) for k, v in ATTEND.items()},
     **{k: attention(separate, softmax_attention, v) for k, v in JOIN.items()},
 }
+
+
+def one_for_all_three(kit: Kit, x: Tensor) -> list[Tensor]:
+    return [split(kit.q(x))] * 3
+
+
+def queries_as_keys(kit: Kit, x: Tensor) -> tuple[Tensor, ...]:
+    q = split(kit.q(x))
+    return q, q, split(kit.v(x))
+
+
 OTHER_ATTENTION = {
+    "one for all three": attention(one_for_all_three, sdpa, join),
+    "one for all three, written out": attention(one_for_all_three, softmax_attention, join),
+    "queries as keys": attention(queries_as_keys, sdpa, join),
     "cross": lambda kit, x: kit.o(join(sdpa(split(kit.q(x)), *separate(kit, x.flip(1))[1:]))),
     "causal": lambda kit, x: kit.o(join(sdpa(*packed(kit, x), is_causal=True))),
     "a learnt bias": lambda kit, x: kit.o(join(softmax_attention(*packed(kit, x), kit.table))),

@@ -224,8 +224,9 @@ def check_kept(g: Graph, root: Node, *operands: Node | None) -> None:
     """Our attention keeps its result and what it reads for the backward, as products of matrices
     that they copied first do not."""
     kept = [root, *(n for n in operands if n is not None)]
-    written = val(root).requires_grad and g.is_written(kept, root, g.graph.output_node())
-    need(not written, "what attention keeps is written to")
+    if val(root).requires_grad:
+        writer = g.writer(kept, root, g.graph.output_node())
+        need(writer is None, f"{writer} may write to what attention keeps")
 
 
 def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:

@@ -33,7 +33,7 @@ def as_new(g: Graph, n: Node) -> None:
     g.check_alike(new, n)
     found = {}
     if not have_same_strides(val(new), val(n)):
-        g.written = [(at, w - own) for at, w in g.written]  # writes to other elements
+        g.written = [(writer, w - own) for writer, w in g.written]  # writes to other elements
         try:
             found = g.restride(n, new)
         except RuntimeError as error:  # a view that other strides do not allow

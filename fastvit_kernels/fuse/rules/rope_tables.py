@@ -118,7 +118,7 @@ def alike(a: Node, b: Node) -> bool:
 
 def writers(g: Graph, n: Node) -> list[float]:
     storage = storage_of(val(n))
-    return [at for at, written in g.written if storage in written]
+    return [g.order[writer] for writer, written in g.written if storage in written]
 
 
 def deterministic(g: Graph, n: Node) -> bool:
