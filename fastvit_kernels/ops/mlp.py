@@ -56,7 +56,7 @@ from .common.gemm_configs import HIDDEN_TABLE, gemm_key
 from .common.grad_handoff import Reads, layer_gradients
 from .common.reduction import column_sum
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
-from .linear import linear_fwd, linear_ref
+from .linear import by_library, is_by_library, linear_fwd, linear_ref
 
 
 def mlp_ref(
@@ -388,6 +388,7 @@ class MlpSpec(NamedTuple):
     saves_z: bool
     saves_act: bool
     reads: Reads | None
+    fc2_by_library: bool  # with the residual, in few calls, where the route is eager
 
 
 @grad_handoff.register
@@ -413,9 +414,11 @@ class MlpFunction(torch.autograd.Function):
         act, z = linear_fwd[spec.route](
             x, fc1_weight, fc1_bias, None, None, None, spec.activation, spec.dtype, spec.saves_z
         )
-        y, _ = linear_fwd[spec.route](
-            act, fc2_weight, fc2_bias, residual, layer_scale, row_scale, "", spec.out_dtype, False
-        )
+        if spec.fc2_by_library and spec.route is EAGER:
+            y = by_library(act, fc2_weight, fc2_bias, residual)
+        else:
+            scales, options = (layer_scale, row_scale), ("", spec.out_dtype, False)
+            y, _ = linear_fwd[spec.route](act, fc2_weight, fc2_bias, residual, *scales, *options)
         ctx.save_for_backward(
             x if spec.saves_x else None,
             fc1_weight if spec.saves_fc1_weight else None,
@@ -497,12 +500,15 @@ def _decide(
         needs_dbias=needs_dfc2_bias,
         needs_dlayer_scale=needs_dlayer_scale,
     )
+    route = choose_route("mlp", unsupported, *inputs, row_scale)
+    casts = any(t is not None and t.dtype != dtype for t in inputs[:5])
+    M = x.numel() // max(x.shape[-1], 1)
     return MlpSpec(
-        route=choose_route("mlp", unsupported, *inputs, row_scale),
+        route=route,
         needs_gradient=needs_gradient(*inputs),
         activation=activation,
         dtype=dtype,
-        casts=any(t is not None and t.dtype != dtype for t in inputs[:5]),
+        casts=casts,
         out_dtype=out_dtype,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dfc1_weight,
@@ -512,6 +518,13 @@ def _decide(
         saves_z=needs_dz,
         saves_act=needs_act and not (recompute and needs_dz),
         reads=reads,
+        fc2_by_library=(
+            route is not None
+            and not casts
+            and layer_scale is None
+            and row_scale is None
+            and is_by_library(x, M, fc2_weight, residual)
+        ),
     )
 
 

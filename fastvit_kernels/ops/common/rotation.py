@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import contiguous
+from ...runtime.arguments import Layout, contiguous
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
@@ -482,27 +482,23 @@ class Rotation(NamedTuple):
     eps: float
 
 
-class Tables(NamedTuple):
-    """cos and sin (..., T', R) of equal strides, and those by sample, token and head."""
-
-    cos: Tensor
-    sin: Tensor
-    strides: RowStrides
+Strides = tuple[tuple[int, ...], ...]  # of tensors (B, T, H, D)
 
 
-def tables_of(cos: Tensor, sin: Tensor) -> Tables:
-    """(T', R), (B, T', R) or (B, H, T', R), an axis of 1 for all; any strides."""
+def tables_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(T', R), (B, T', R) or (B, H, T', R) of equal strides, the last axis contiguous."""
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    shape, strides = cos.shape, cos.stride()
-    ndim = len(shape)
-    stride_b = strides[0] if ndim > 2 and shape[0] > 1 else 0
-    stride_h = strides[1] if ndim == 4 and shape[1] > 1 else 0
-    return Tables(cos, sin, RowStrides(stride_b, strides[-2], stride_h))
+        return cos.contiguous(), sin.contiguous()
+    return cos, sin
 
 
-def _strides(tables: Tables, *tensors: Tensor) -> tuple[RowStrides, ...]:
-    return *[RowStrides(*x.stride()[:3]) for x in tensors], tables.strides
+def _row_strides(strides: Strides, table: Layout) -> tuple[RowStrides, ...]:
+    """By sample, token and head, of the tensors and then of the tables; 0 for an axis of 1."""
+    shape, of_table = table
+    stride_b = of_table[0] if len(shape) > 2 and shape[0] > 1 else 0
+    stride_h = of_table[1] if len(shape) == 4 and shape[1] > 1 else 0
+    each = (RowStrides(*of_x[:3]) for of_x in strides)
+    return *each, RowStrides(stride_b, of_table[-2], stride_h)
 
 
 def _chosen(
@@ -534,16 +530,17 @@ class _Plan(NamedTuple):
 def _fwd_plan(
     gpu: Gpu,
     shape: tuple[int, ...],
-    R: int,
-    strides: tuple[RowStrides, ...],
+    table: Layout,
+    strides: Strides,
     rotation: Rotation,
     transpose: bool,
 ) -> _Plan:
     _, T, H, D = shape
-    config, options = _chosen(FWD_TABLE, gpu, D, R, rotation)
+    config, options = _chosen(FWD_TABLE, gpu, D, table[0][-1], rotation)
     num_rows = _count_rows(shape)
     programs = triton.cdiv(num_rows, config.block_rows)
-    sizes = num_rows, T, H, rotation.prefix_tokens, strides, rotation.eps
+    rows = _row_strides(strides, table)
+    sizes = num_rows, T, H, rotation.prefix_tokens, rows, rotation.eps
     launch = bind_launch(_rope_fwd_kernel, (programs,), *sizes, TRANSPOSE=transpose, **options)
     return _Plan(launch, programs)
 
@@ -552,19 +549,20 @@ def _fwd_plan(
 def _bwd_plan(
     gpu: Gpu,
     shape: tuple[int, ...],
-    R: int,
-    strides: tuple[RowStrides, ...],
+    table: Layout,
+    strides: Strides,
     rotation: Rotation,
     needs_dparams: bool,
 ) -> _Plan:
     _, T, H, D = shape
-    config, options = _chosen(BWD_TABLE, gpu, D, R, rotation)
+    config, options = _chosen(BWD_TABLE, gpu, D, table[0][-1], rotation)
     num_rows = _count_rows(shape)
     programs = min(
         triton.cdiv(num_rows, config.block_rows),
         max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
     )
-    sizes = num_rows, T, H, rotation.prefix_tokens, strides, rotation.eps
+    rows = _row_strides(strides, table)
+    sizes = num_rows, T, H, rotation.prefix_tokens, rows, rotation.eps
     options["NEEDS_DPARAMS"] = needs_dparams
     return _Plan(bind_launch(_rope_norm_bwd_kernel, (programs, 2), *sizes, **options), programs)
 
@@ -573,13 +571,13 @@ def _bwd_plan(
 def _tables_plan(
     gpu: Gpu,
     shape: tuple[int, ...],
-    table: tuple[int, ...],
-    strides: tuple[RowStrides, ...],
+    table: Layout,
+    strides: Strides,
     rotation: Rotation,
     needs_dparams: bool,
 ) -> _Plan:
     B, T, H, D = shape
-    *leading, _, R = table
+    *leading, _, R = table[0]
     table_samples, table_heads = (*leading, 1, 1)[:2]
     samples_shared, heads_shared = B // table_samples, H // table_heads
     config, options = _chosen(TABLES_TABLE, gpu, D, R, rotation)
@@ -590,7 +588,7 @@ def _tables_plan(
     shared_per_split = max(MIN_SHARED, triton.cdiv(num_shared, wanted))
     splits = triton.cdiv(num_shared, shared_per_split)
     sizes = num_rows, T, table_heads, rotation.prefix_tokens, num_shared, shared_per_split
-    last = heads_shared, strides, rotation.eps
+    last = heads_shared, _row_strides(strides, table), rotation.eps
     options["NEEDS_DPARAMS"] = needs_dparams
     grid = row_blocks, splits
     launch = bind_launch(_rope_tables_bwd_kernel, grid, *sizes, *last, **options)
@@ -601,7 +599,7 @@ def rotate(
     out: tuple[Tensor, Tensor],
     q: Tensor,
     k: Tensor,
-    tables: Tables,
+    tables: tuple[Tensor, Tensor],
     rotation: Rotation,
     norms: tuple[Tensor | None, ...] = (None,) * 4,
     transpose: bool = False,
@@ -617,9 +615,10 @@ def rotate(
         return
     if rotation.norm:
         norms = tuple(map(contiguous, norms))
-    strides, R = _strides(tables, out[0], q, k), tables.cos.shape[-1]
-    plan = _fwd_plan(gpu(q.device), q.shape, R, strides, rotation, transpose)
-    plan.launch(*out, q, k, tables.cos, tables.sin, *norms)
+    cos, sin = tables
+    table, strides = (cos.shape, cos.stride()), (out[0].stride(), q.stride(), k.stride())
+    plan = _fwd_plan(gpu(q.device), q.shape, table, strides, rotation, transpose)
+    plan.launch(*out, q, k, cos, sin, *norms)
 
 
 def rotate_bwd(
@@ -627,7 +626,7 @@ def rotate_bwd(
     dy: tuple[Tensor, Tensor],
     q: Tensor | None,
     k: Tensor | None,
-    tables: Tables,
+    tables: tuple[Tensor, Tensor],
     rotation: Rotation,
     norms: tuple[Tensor | None, ...],
     dparams: Tensor | None,
@@ -646,13 +645,11 @@ def rotate_bwd(
         rotate(dx, *dy, tables, rotation, transpose=True)
         return
     assert q is not None and k is not None
-    here, D, cos = gpu(q.device), q.shape[-1], tables.cos
-    strides, needs_dparams = _strides(tables, dx[0], *dy, q, k), dparams is not None
-    plan = (
-        _tables_plan(here, q.shape, cos.shape, strides, rotation, needs_dparams)
-        if dtables is not None
-        else _bwd_plan(here, q.shape, cos.shape[-1], strides, rotation, needs_dparams)
-    )
+    D, (cos, sin), needs_dparams = q.shape[-1], tables, dparams is not None
+    table = cos.shape, cos.stride()
+    strides = tuple([x.stride() for x in (dx[0], *dy, q, k)])
+    plan_of = _bwd_plan if dtables is None else _tables_plan
+    plan = plan_of(gpu(q.device), q.shape, table, strides, rotation, needs_dparams)
     partial = None
     if needs_dparams:  # a row of them: dweight and dbias of q, then of k
         partial = q.new_empty((plan.programs, 4 * D), dtype=torch.float32)
@@ -660,10 +657,10 @@ def rotate_bwd(
         sums = dtables
         if plan.splits > 1:
             sums = q.new_empty((plan.splits, dtables.numel()), dtype=torch.float32)
-        plan.launch(*dx, sums, partial, *dy, q, k, cos, tables.sin, *norms)
+        plan.launch(*dx, sums, partial, *dy, q, k, cos, sin, *norms)
         if plan.splits > 1:
             column_sum(sums, dtables)
     else:
-        plan.launch(*dx, partial, *dy, q, k, cos, tables.sin, norms[0], norms[2])
+        plan.launch(*dx, partial, *dy, q, k, cos, sin, norms[0], norms[2])
     if dparams is not None and partial is not None:
         column_sum(partial, dparams)
