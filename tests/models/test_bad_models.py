@@ -245,7 +245,8 @@ def test_constructor_signatures():
         assert list(parameters)[: len(names)] == names and parameters["memory"].default == "default"
         with pytest.raises(TypeError, match=rf"{kind.__name__}.* unexpected .* 'nonsense'"):
             kind(16, 2, nonsense=1)
-    assert fk.Block(16, 2, 3.0).mlp.fc1.out_features == 48
+    block = fk.Block(16, 2, 3.0)
+    assert block.mlp.fc1.out_features == 48 and block.attn.qkv.bias is None
     with pytest.raises(TypeError, match=r"missing .* 'num_heads'"):
         fk.Block(16)
     with pytest.raises(TypeError, match=r"Mlp.__init__\(\) missing .* 'hidden_features'"):

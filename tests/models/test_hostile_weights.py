@@ -267,6 +267,7 @@ OTHERS: dict[str, tuple[Callable[[Path], tuple[Any, Any]], type[Exception], str]
     "suffix": (lambda d: (_file(d / "vit.onnx"), None), ValueError, "vit.onnx must end in .pth"),
     "None": (lambda d: (None, None), TypeError, "source must be a path .* got NoneType"),
     "a tensor": (lambda d: (torch.ones(1), None), TypeError, "source must be a path .* got Tensor"),
+    "grid of three": (lambda d: (_good(), (2, 2, 2)), TypeError, r"must be \(rows, cols\) or"),
     "grid of floats": (lambda d: (_good(), (2.0, 2)), TypeError, "grid_size must be an int, got"),
     "grid of zeros": (lambda d: (_good(), (0, 4)), ValueError, "grid_size must be at least 1, got"),
     "grid too large": (lambda d: (_good(), (10**9, 10**9)), ValueError, "the grid given as grid"),
