@@ -354,7 +354,9 @@ def _bars(axes: Any, steps: Any, field: str, unit: str, title: str, form: str) -
         for bar, hollow in zip(bars, failed[provider], strict=True):
             if hollow is True:
                 bar.set(facecolor="none", edgecolor=tint, hatch="//")
-        axes.bar_label(bars, fmt=form, fontsize=8, rotation=90, padding=2)
+        # pandas draws what was not measured as a bar of 0
+        labels = ["" if value != value else form % value for value in wide[provider]]
+        axes.bar_label(bars, labels, fontsize=8, rotation=90, padding=2)
     axes.set(xlabel="", ylabel=unit, xlim=(-0.6, max(len(wide), MOST_CASES // 2) - 0.4))
     axes.margins(y=0.45)
     axes.grid(axis="y", alpha=0.3)

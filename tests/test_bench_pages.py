@@ -192,6 +192,14 @@ def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
     assert labels == [("eager's time / this one's", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
 
 
+def test_what_was_not_measured_has_no_figure(drawn, tmp_path):
+    row = Row("vit", "eager", "a", "amp", "train", ms=2.0)
+    rows = [row, replace(row, provider="compile", ms=1.0), replace(row, shape="b")]
+    report.draw_vit(rows, tmp_path)
+    (axes,) = drawn[0].axes
+    assert sorted(text.get_text() for text in axes.texts) == ["", "1.00", "1.00", "2.00"]
+
+
 def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
     """One line a head dim; like with like; what broke the 2x rule is a peer, and is not ours."""
 
