@@ -149,7 +149,7 @@ PEER_HEADER = ("work", "ours", "each peer", "not yet measured")
 
 def peer_lines(rows: Sequence[Row]) -> list[list[str]]:
     """Of each claim's cases ours next to every peer, and which peers have no row yet."""
-    found = []
+    found, above = [], None
     for claim in (c for c in plan.CLAIMS if c.kind == "time"):
         for part in claim.shapes:
             own = [r for r in rows if replace(claim, shapes=(part,)).has(r)]
@@ -162,7 +162,9 @@ def peer_lines(rows: Sequence[Row]) -> list[list[str]]:
             T = re.search(r"T\d+", part) if len(claim.shapes) > 1 else None
             work = claim.name.partition(", T = ")[0] + f", T = {T[0][1:]}" if T else claim.name
             mine = f"{number(ours.device_ms)} ms {ours.provider}" if ours else "not yet measured"
-            found.append([work, mine, "; ".join(told), ", ".join(missing)])
+            same = missing == above and len(missing) > 1
+            found.append([work, mine, "; ".join(told), "the same" if same else ", ".join(missing)])
+            above = missing
     return found
 
 
