@@ -243,4 +243,8 @@ class VisionTransformer(nn.Module):
         return x if pre_logits else self.head(x)
 
     def forward(self, images: Tensor) -> Tensor:
+        """(B, in_chans, height, width) -> logits, (B, num_classes).
+
+        Raises: ValueError, TypeError for images that are not the model's.
+        """
         return self.forward_head(self.forward_features(images))
