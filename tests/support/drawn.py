@@ -1,8 +1,9 @@
 """Small faults anywhere in the package and bench, drawn by seed, for `mutate.py --random`.
 
 A comparison, an operator or a truth value turned, a number one larger, a condition fixed, a
-keyword, a `not` or a call left out, a bound of a slice moved. Texts are left alone: docstrings,
-annotations, messages, what a command prints in help.
+keyword, a `not` or a call left out, a bound of a slice moved. What no test could notice is left
+alone: docstrings, annotations, messages, what a command prints in help, assertions, and which of
+the launch configs that ship a shape takes, which changes its speed alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, reduce
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import or_
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,15 +53,17 @@ TURNED = {
     ast.LShift: ast.RShift,
     ast.RShift: ast.LShift,
 }
-UNTOUCHED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
+UNTOUCHED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
+TEXTS += ("strict",)  # of zip: an assertion
+LAUNCH_CHOICES = ("ops/attention/configs.py", "ops/common/gemm_configs.py")
 ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is found
     "bench/": ("test_bench_counts.py", "test_bench.py", "test_bench_model.py"),
     "tests/machine/": ("machine/test_gate.py", "machine/test_loop_model.py"),
     "tests/model_coverage/": ("model_coverage/test_sweep.py", "model_coverage/test_compare.py"),
     "measure/": ("test_measure.py", "test_bench.py"),
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
-    "fuse/": ("fuse/test_swap_in.py", "fuse/test_report.py"),
+    "fuse/": ("fuse/test_lookalikes.py", "fuse/test_spellings.py", "fuse/test_swap_in.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
     "accuracy/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
     "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
@@ -69,8 +72,26 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
 # Tests that import all and say little of a file
 OF_ALL = ("test_mutate.py", "test_docs.py")
 NOT_RUN = ("__repr__", "__str__")
+# Kernels in Gluon run as PTX alone, in processes that no tracer sees.
+_PTX = "machine/device/test_kernels.py::test_warps_in_turns_and_with_roles"
+_FORWARD = (f"{_PTX}[forward, T=100, D=32]", f"{_PTX}[forward, T=150, D=56]")
+_BACKWARD = (f"{_PTX}[backward, T=150]", f"{_PTX}[backward of a projection]")
+_GEMM = (f"{_PTX}[GEMM]", f"{_PTX}[GEMM of an MLP, rebuilt]")
+IN_GLUON = {
+    "ops/attention/forward_pingpong.py": _FORWARD,
+    "ops/attention/backward_pingpong.py": _BACKWARD,
+    "ops/attention/backward_fused_dq.py": (
+        f"{_PTX}[five products, D=32]",
+        f"{_PTX}[five products of a projection]",
+        f"{_PTX}[five products, separate]",
+    ),
+    "ops/common/gemm_warp_specialized.py": _GEMM,
+    "ops/common/barriers.py": (*_FORWARD, *_BACKWARD, *_GEMM),
+    "runtime/gluon.py": (*_FORWARD[:1], *_GEMM[:1]),
+}
 MOST = 4  # files of tests for a file
 MOST_RAN = 150  # tests of a line
+SLOW, LONGEST = 1.5, 40.0  # seconds of one test that is tried late, and of all
 LEFT_AS_THEY_ARE = ("cast", "TypeVar", "print", "warn", "field", "dataclass", "constexpr")
 
 
@@ -163,6 +184,8 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.Call) and _called(child) in LEFT_AS_THEY_ARE:
                 continue
+            if isinstance(child, ast.Call) and _called(child).endswith("Config"):
+                continue
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue
             if isinstance(child, ast.If) and "__main__" in ast.dump(child.test):
@@ -228,17 +251,18 @@ def files_of(root: Path = ROOT) -> list[str]:
     outside = [root / "bench", *(root / "tests" / name for name in TOOLS)]
     found = [p for folder in outside for p in folder.glob("*.py") if p.name[:5] != "test_"]
     inside = (root / "fastvit_kernels").rglob("*.py")
-    return sorted(
-        [str(p.relative_to(root)) for p in found]
-        + [str(p.relative_to(root / "fastvit_kernels")) for p in inside]
-    )
+    names = [str(p.relative_to(root)) for p in found]
+    names += [str(p.relative_to(root / "fastvit_kernels")) for p in inside]
+    return sorted(name for name in names if name not in LAUNCH_CHOICES)
 
 
 def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
     return [x for turn in zip_longest(*groups) for x in turn if x is not None]
 
 
-def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> list[Fault]:
+def draw(
+    count: int, seed: int, patterns: Sequence[str] = ("*",), ran: Ran | None = None
+) -> list[Fault]:
     """Faults by turns of rooms, and of the files in each: what is large does not swallow all."""
 
     def order(fault: Fault) -> str:
@@ -246,7 +270,7 @@ def draw(count: int, seed: int, pattern: str = "*", ran: Ran | None = None) -> l
 
     rooms: dict[str, list[list[Fault]]] = {}
     for file in files_of():
-        if fnmatch(file, pattern):
+        if any(fnmatch(file, pattern) for pattern in patterns):
             found = sorted(_mutants_of(file), key=order)
             if found:
                 rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
@@ -263,11 +287,15 @@ def tests_of(file: str) -> tuple[str, ...]:
     """Those of the file's name and its folder's, and some that name it."""
     *folders, name = file.removesuffix(".py").split("/")
     paths = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p.name not in OF_ALL]
+    paths.sort(key=lambda p: p.parent.name not in folders[:1])  # those of its room
     named = [p for n in (name, *folders[1:][-1:]) for p in paths if p.name == f"test_{n}.py"]
-    named += [p for p in paths if re.search(rf"\b{name}\b", p.read_text())][:MOST]
+    others = [p for p in paths if p.parent.name != "device"]  # minutes long
+    named += [p for p in others if re.search(rf"\b{name}\b", p.read_text())][:MOST]
     found = [str(p.relative_to(ROOT / "tests")) for p in named]
+    found = [*IN_GLUON.get(file, ()), *found]
     room = next(tests for start, tests in ROOM_TESTS.items() if file.startswith(start))
-    return tuple(dict.fromkeys([*found, *(room if len(found) < 2 else ())]))
+    few = len(found) < 2 or folders[:1] == ["fuse"]  # whose tests name no rule
+    return tuple(dict.fromkeys([*found, *(room if few else ())]))
 
 
 class Ran:
@@ -279,25 +307,31 @@ class Ran:
             raise FileNotFoundError(f"there is no {path}.*: see tests/support/ran.py")
 
     def tests(self, file: str, first: int, last: int) -> tuple[str, ...]:
-        """Those of the lines, MOST_RAN at most: by turns of test functions, first the file's own,
-        then those that run least of it."""
+        """Those of the lines, MOST_RAN and LONGEST seconds at most: by turns of test functions,
+        first the file's own, then those that run least of it; slow ones come last."""
         path = path_of(file)
-        own, functions = tests_of(file), dict[str, list[str]]()
+        own, functions, seconds = tests_of(file), dict[str, list[str]](), dict[str, float]()
         nearness: dict[str, tuple[bool, int]] = {}
         ran = [
-            (w["tests"], {int(n): int(b, 16) for n, b in w["lines"].get(path, {}).items()})
+            (w, {int(n): int(b, 16) for n, b in w["lines"].get(path, {}).items()})
             for w in self.workers
         ]
         if not any(first <= n <= last for _, lines in ran for n in lines):
+            if file in IN_GLUON:
+                return IN_GLUON[file]
             first, last = 0, sys.maxsize  # what runs at import: all of the file
-        for tests, lines in ran:
+        for worker, lines in ran:
             there = reduce(or_, (b for n, b in lines.items() if first <= n <= last), 0)
-            for i, name in enumerate(tests):
+            for i, name in enumerate(worker["tests"]):
                 if there >> i & 1:
                     name = name.removeprefix("tests/")
+                    seconds[name] = worker["seconds"][i]
                     function = name.partition("[")[0]
                     near = (not name.startswith(own), sum(b >> i & 1 for b in lines.values()))
                     nearness[function] = min(near, nearness.get(function, near))
                     functions.setdefault(function, []).append(name)
         ordered = sorted(functions, key=lambda function: nearness[function])
-        return tuple(_in_turn([functions[function] for function in ordered])[:MOST_RAN])
+        turns = _in_turn([functions[function] for function in ordered])
+        turns.sort(key=lambda name: seconds[name] > SLOW)
+        spent = accumulate(seconds[name] for name in turns)
+        return tuple(n for n, sum_ in zip(turns[:MOST_RAN], spent, strict=False) if sum_ <= LONGEST)

@@ -1,6 +1,6 @@
 """Plants small faults, drawn by seed, and says which test notices each.
 
-python tests/support/mutate.py --random N [--seed S] [--files GLOB] [--ran FILE] [--jobs N]
+python tests/support/mutate.py --random N [--seed S] [--files GLOB ...] [--ran FILE] [--jobs N]
 
 Each fault (drawn.py) is planted in a copy of the package and its tests in a temporary folder; the
 working tree is only read. The tests of its file run there until the first failure; --ran gives the
@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -114,30 +115,35 @@ class Result:
     fault: Fault
     outcome: str  # noticed, timeout, crash, import (no test ran); else "not noticed"
     test: str  # that noticed
+    seconds: float
 
     @property
     def noticed(self) -> bool:
         return self.outcome != "not noticed"
 
     def __str__(self) -> str:
-        return f"{self.fault.id}: {self.outcome}{f' by {self.test}' if self.test else ''}"
+        by = f" by {self.test}" if self.test else ""
+        return f"{self.fault.id}: {self.outcome}{by} ({self.seconds:.0f} s)"
 
 
 def check(fault: Fault, timeout: float) -> Result:
     """Plant one fault in a copy and run its tests there."""
+    begun = time.perf_counter()
     with project_copy() as root:
         path = root / path_of(fault.file)
         path.write_text(plant(fault, path.read_text()))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()  # its time and size may be those of the planted file
         run = run_tests(root, fault.tests, timeout, "-x")
+    seconds = time.perf_counter() - begun
     if run.failed:
-        return Result(fault, "noticed", run.failed[0])
+        return Result(fault, "noticed", run.failed[0], seconds)
     if run.status == 0:
-        return Result(fault, "not noticed", "")
+        return Result(fault, "not noticed", "", seconds)
     if run.started and (run.status is None or run.status < 0):
-        return Result(fault, "timeout" if run.status is None else "crash", run.started[-1])
-    return Result(fault, "import", "")
+        outcome = "timeout" if run.status is None else "crash"
+        return Result(fault, outcome, run.started[-1], seconds)
+    return Result(fault, "import", "", seconds)
 
 
 def fails_without_a_fault(tests: Iterable[str], timeout: float, *options: str) -> list[str]:
@@ -175,16 +181,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--random", type=int, metavar="N", required=True, help="draw so many")
     parser.add_argument("--seed", type=int, default=0, help="another one draws others")
-    parser.add_argument("--files", metavar="GLOB", default="*", help="draw in these files alone")
+    parser.add_argument(
+        "--files", metavar="GLOB", nargs="+", default=["*"], help="draw in these alone"
+    )
     parser.add_argument("--ran", metavar="FILE", type=Path, help="which tests run which lines")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a fault's tests")
     words = parser.parse_args(arguments)
     ran = Ran(words.ran) if words.ran else None
     results = []
-    for result in _check_all(
-        draw(words.random, words.seed, words.files, ran), words.jobs, words.timeout
-    ):
+    faults = draw(words.random, words.seed, words.files, ran)
+    for result in _check_all(faults, words.jobs, words.timeout):
         results.append(result)
         print(result, flush=True)
         if not result.noticed:

@@ -6,6 +6,7 @@ PYTHONPATH=tests/support python -m pytest -n 2 -p ran --ran=FILE    # workers wr
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Ran:
     def __init__(self, path: Path):
         self.path = path
         self.tests: list[str] = []
+        self.seconds: list[float] = []
         self.lines: dict[str, dict[int, int]] = {}
         self.measured = coverage.Coverage(data_file=None, source=SOURCES, config_file=False)
         self.measured.start()
@@ -38,9 +40,11 @@ class Ran:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         list(self._taken())
+        begun = time.process_time()
         result = yield
         bit = 1 << len(self.tests)
         self.tests.append(item.nodeid)
+        self.seconds.append(round(time.process_time() - begun, 2))
         for file, lines in self._taken():
             known = self.lines.setdefault(str(Path(file).relative_to(ROOT)), {})
             for line in lines:
@@ -50,7 +54,8 @@ class Ran:
     def pytest_sessionfinish(self) -> None:
         self.measured.stop()
         lines = {f: {n: f"{b:x}" for n, b in found.items()} for f, found in self.lines.items()}
-        self.path.write_text(json.dumps({"tests": self.tests, "lines": lines}))
+        found = {"tests": self.tests, "seconds": self.seconds, "lines": lines}
+        self.path.write_text(json.dumps(found))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -49,6 +49,7 @@ def test_tests_of_a_fault(tmp_path):
     tests = ["tests/a.py::wide[1]", "tests/a.py::wide[2]", "tests/b.py::small", "tests/c.py::not"]
     own = {"tests": ["tests/ops/test_norm.py::own"], "lines": {file: {"1": "1", "2": "1"}}}
     more = {"tests": tests, "lines": {file: {"1": "7", "2": "3", "3": "8"}}}
+    own["seconds"], more["seconds"] = [1], [1, 1, 1, 1]
     for worker, found in (("gw0", more), ("gw1", own)):
         (tmp_path / f"ran.{worker}").write_text(json.dumps(found))
     ran = drawn.Ran(tmp_path / "ran")
