@@ -43,6 +43,7 @@ RMS = {
     "written": lambda kit, x: kit.o(rms(x) * kit.rms.weight),
     "weight first": lambda kit, x: kit.o(kit.rms.weight * rms(x)),
     "without weight": lambda kit, x: kit.o(rms(x)),
+    "a tensor after": lambda kit, x: kit.o(rms(x) * x),
     "x x": lambda kit, x: kit.o(
         x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * kit.rms.weight
     ),

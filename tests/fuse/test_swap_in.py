@@ -627,6 +627,13 @@ def test_torch_compile_of_a_swapped_model_is_fused(regional):
     assert graphs(other) == 0
 
 
+@pytest.mark.parametrize("memory", ["default", "low"])
+def test_what_an_outer_inductor_does_not_use_is_said(memory):
+    model, _ = swapped_and_host(nn.LayerNorm(16), memory=memory)
+    torch.compile(model)(torch.randn(2, 16))
+    assert ("memory='low' is not used" in str(status(model))) == (memory == "low")
+
+
 def test_inductor_compiles_the_rest():
     mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     model, host = swapped_and_host(mlp, compiler="inductor", mode="default")
