@@ -196,6 +196,17 @@ def test_presets_match_timm(name):
     assert _structure(ours, dict) == _structure(theirs, timm_names)
 
 
+SIZES = ("patch16_224", "huge_patch14_224", "dinov3")  # a name of each
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in preset_names() if n.endswith(SIZES) and timm.is_model(n)]
+)
+def test_presets_have_timms_depth(name):
+    with torch.device("meta"):
+        assert len(create_vit(name).blocks) == len(timm.create_model(name).blocks)
+
+
 def _transformers_dinov3(gated: bool) -> Any:
     config = transformers.DINOv3ViTConfig(
         image_size=32,
