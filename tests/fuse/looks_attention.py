@@ -617,6 +617,7 @@ SDPA_MASKS = {
     "learnt, of windows": under_mask(lambda kit, s: learnt(kit, s)[:2, None]),
     "computed": under_mask(lambda kit, s: s * 0.1),
     "float32": under_mask(lambda kit, s: learnt(kit, s).float()),
+    "float32, of no gradient": under_mask(lambda kit, s: learnt(kit, s).detach().float()),
     "bool": under_mask(lambda kit, s: ~some_hidden(kit, s)),
     "bool, a whole row": under_mask(lambda kit, s: ~all_of_a_row(kit, s)),
     "bool, all hidden": under_mask(lambda kit, s: torch.zeros(s.shape[-2:], dtype=torch.bool)),

@@ -79,7 +79,7 @@ def sdpa(g: Graph, n: Node) -> None:
     D = val(q).shape[-1]
     scale = D**-0.5 if scale is None else scale
     need(is_number(scale) and math.isfinite(scale) and scale > 0, f"a scale of {scale}")
-    check_mask(mask)
+    check_mask(mask, q)
     mask = None if mask is not None and shows_all(g, mask) else mask
     call = Call(n, q, k, v, mask, float(p), b["is_causal"], float(scale), n if p else None, [])
     if b["enable_gqa"]:
@@ -97,9 +97,12 @@ def check_heads(q: Node, k: Node, v: Node) -> None:
     need(isinstance(D, int) and D % 8 == 0 and D <= 256, f"a head dim of {D}")
 
 
-def check_mask(mask: Node | None) -> None:
+def check_mask(mask: Node | None, q: Node) -> None:
     if mask is not None:
         need(val(mask).dtype == torch.bool or is_float(mask), "a mask of integers")
+        # torch's kernel for CPUs reads such a mask's memory as float64
+        misread = val(q).dtype == torch.float64 and val(mask).dtype == torch.float32
+        need(not misread, "a float32 mask beside float64")
 
 
 def attend(g: Graph, call: Call) -> None:
