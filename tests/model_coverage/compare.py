@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastvit_kernels.accuracy.accuracy import Error
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
 from fastvit_kernels.fuse.swap import swap_in
@@ -25,6 +26,7 @@ from .shrink import NotShrunk
 EXACT = 1e-9  # of the largest value, in float64
 ROUNDING = 1e-13  # of the largest value of a layer, in float64
 SEED = 3
+SEEDS = (SEED, SEED + 1, SEED + 2)  # of the 2x rule
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -163,11 +165,17 @@ def by_2x_rule(
     """A training step in fp32, or under autocast, by the 2x rule against the host in float64; the
     twin has one graph, or one a block.
 
-    Both errors are one draw, so what is beyond the rule must be so for a second seed, too.
+    Both errors are one draw, so what is beyond the rule must be so for every seed, the same tensor.
     """
     swap = by_block if regional else compiled
-    found = _by_2x_rule(SEED, model, inputs, swap, autocast)
-    return _by_2x_rule(SEED + 1, model, inputs, swap, autocast) if found.wrong else found
+    found, failed = _by_2x_rule(SEEDS[0], model, inputs, swap, autocast)
+    for seed in SEEDS[1:]:
+        if not failed:
+            return found
+        found, again = _by_2x_rule(seed, model, inputs, swap, autocast)
+        failed = {name: error for name, error in again.items() if name in failed}
+    worst = max(failed.values(), key=lambda e: e.share, default=None)
+    return found._replace(wrong=f"2x rule: {worst}" if worst else found.wrong)
 
 
 def _by_2x_rule(
@@ -176,7 +184,9 @@ def _by_2x_rule(
     inputs: Any,
     swap: Callable[[nn.Module], nn.Module],
     autocast: torch.dtype | None,
-) -> Found:
+) -> tuple[Found, dict[str, Error]]:
+    """What one seed gave, and the tensors that are beyond the rule."""
+
     def specification() -> dict[str, Tensor]:
         return run_step(copy.deepcopy(model).float().train(), inputs, seed, autocast)
 
@@ -189,18 +199,18 @@ def _by_2x_rule(
             specification()
         except Exception:
             raise NotShrunk(f"the host raises, too: {error}"[:100]) from error
-        return Found(f"raises {type(error).__name__}: {error}", reports_of(twin))
+        return Found(f"raises {type(error).__name__}: {error}", reports_of(twin)), {}
 
     def floats(found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {n: x for n, x in found.items() if oracle[n].is_floating_point()}
 
     if actual.keys() != oracle.keys():
-        return Found(f"other tensors: {sorted(actual.keys() ^ oracle.keys())}", reports_of(twin))
+        other = f"other tensors: {sorted(actual.keys() ^ oracle.keys())}"
+        return Found(other, reports_of(twin)), {}
     errors = errors_beside(
         floats(actual),
         lambda: floats(specification()),
         floats(oracle),
         autocast or torch.float32,
     )
-    failed = [e for e in errors if not e.passed]
-    return Found(f"2x rule: {failed[0]}" if failed else "", reports_of(twin))
+    return Found("", reports_of(twin)), {e.name: e for e in errors if not e.passed}
