@@ -214,7 +214,7 @@ def make_model(config: argparse.Namespace, num_classes: int) -> nn.Module:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-        nn.init.trunc_normal_(model.pos_embed, std=0.3)
+        nn.init.trunc_normal_(model.get_parameter("pos_embed"), std=0.3)
     elif not isinstance(model, VisionTransformer):
         image = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
         with refusing(f"--model {config.model}, images {[*image.shape]}", Exception):
