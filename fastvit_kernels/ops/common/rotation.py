@@ -641,6 +641,8 @@ def rotate_bwd(
         dparams: (4, D): dweight and dbias of q's norm, then of k's; or None.
         dtables: (2, ...), contiguous: of cos and of sin; or None.
     """
+    if dtables is not None and not dtables.numel():  # of prefix tokens alone
+        dtables = None
     if dtables is None and not rotation.norm:
         rotate(dx, *dy, tables, rotation, transpose=True)
         return
