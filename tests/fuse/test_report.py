@@ -82,15 +82,17 @@ def test_a_reason_names_what_may_write():
     assert left.reason == "autograd_function_apply may write to what attention keeps"
 
 
-def test_a_graph_that_is_left_whole_says_what_the_forward_does():
+def test_a_forward_that_sets_data_keeps_its_numbers_and_says_so():
     class Loads(nn.Linear):
         def forward(self, x):
             self.weight.data = torch.ones_like(self.weight)
             return super().forward(x)
 
-    report = swap_in(Loads(64, 64), example=torch.randn(2, 9, 64))
-    (left,) = report.left
-    assert left.reason == "the forward sets a tensor's .data"
+    x = torch.randn(2, 9, 64)
+    model, host = swapped_and_host(Loads(64, 64))
+    assert torch.equal(model(x), host(x))
+    found = status(model)  # Dynamo of torch 2.14 has another graph for it
+    assert found.share == 1 or found.left[0].reason == "the forward sets a tensor's .data"
 
 
 def test_rows_name_modules_of_the_model_by_block_too():
