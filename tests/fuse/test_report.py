@@ -59,6 +59,17 @@ def test_the_share_is_that_of_the_flops():
     assert f"{100 * report.share:.1f} % of the matmul and attention FLOPs" in str(report)
 
 
+def test_a_product_of_a_tensor_with_itself_is_counted():
+    class Gram(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return torch.einsum("bid,bjd->bij", x, x)
+
+    report = swap_in(Gram(64, 64), example=torch.randn(2, 9, 64))
+    (left,) = report.left
+    assert left.op == "einsum" and left.flops >= 2 * 2 * 9 * 9 * 64  # an estimate
+
+
 class OfAnother(torch.autograd.Function):
     """As a quantised linear of another package: nothing tells that it only reads."""
 
