@@ -29,14 +29,15 @@ NAME, PACKED_NAME = "fastvit", "fastvit_flash"
 
 
 def register_attention(model: nn.Module | None = None) -> None:
-    """Make `attn_implementation="fastvit"` known to transformers: its attention and its masks.
+    """Register `attn_implementation="fastvit"` with transformers: attention and masks.
 
     Masks are made as for "sdpa". A second call changes nothing.
 
     Args:
-        model: of transformers; its towers of packed images (whose layers take cu_seqlens) use this
-            attention from now on, in one call for all images. transformers itself takes no name
-            with "flash" that it cannot import, so it is set in the towers' configurations here.
+        model: a transformers model; its vision towers of packed images (whose layers take
+            cu_seqlens) use this attention from now on, in one call for all images. It is set in
+            the towers' configs here, since transformers refuses a name with "flash" that it cannot
+            import.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -235,13 +235,13 @@ def _counted(what: str, reasons: list[str]) -> list[str]:
 
 @dataclass
 class SwapReport(_Summary):
-    """What swap_in did. Fills at the first call of the model, or at once with example=.
+    """What swap_in did. Filled by the first forward of the model, or right away with example=.
 
     Attributes:
-        modules: the names of the modules that were swapped, "" the model itself.
-        calls: what became of the calls of each.
-        left_out: modules that only= or skip= left to the host.
-        measured: what measure= found; "".
+        modules: names of the swapped modules, "" for the model itself.
+        calls: what happened to the calls of each.
+        left_out: modules that only= or skip= leave to PyTorch.
+        measured: the times that measure= found, else "".
     """
 
     modules: list[str]
@@ -273,11 +273,11 @@ class SwapReport(_Summary):
 
 @dataclass
 class ModelStatus(_Summary):
-    """The graphs that a model has now, whoever compiled them.
+    """What is fused in a model now, by swap_in or torch.compile.
 
     Attributes:
-        graphs: a report each.
-        calls: what became of the calls of each module that is swapped.
+        graphs: one report per graph.
+        calls: what happened to the calls of each swapped module.
         pytorch: why PyTorch runs the ops here; "" where kernels do.
     """
 

@@ -9,13 +9,13 @@ from .swapped import swapped_methods
 
 
 def status(model: nn.Module) -> ModelStatus:
-    """The graphs of a model as things are now: by swap_in, or by torch.compile with our backend.
+    """Report what is fused in a model now, by swap_in or by torch.compile with our backend.
 
     Args:
-        model: any nn.Module, a wrapper such as DDP or a compiled module too.
-    Returns: a ModelStatus: .share, .left, .graphs, .graph_breaks, .recompiles, .limits; text by
-        print.
-    Raises: TypeError for another model.
+        model: any nn.Module, including a wrapper such as DDP or a compiled module.
+    Returns: a ModelStatus: .share, .left, .graphs, .graph_breaks, .recompiles, .limits; print it
+        to read it.
+    Raises: TypeError if model is not an nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"status: model must be an nn.Module, got {type(model).__name__}")

@@ -61,33 +61,34 @@ def swap_in(
     drop_path: DropPath = "mask",
     measure: Any = None,
 ) -> SwapReport:
-    """Make a model run on the fused kernels, in place, by torch.compile's own graph.
+    """Run a model on the fused kernels, in place, by rewriting torch.compile's graph of it.
 
-    Parameters, names, state_dict, hooks and the class stay what they are; optimizers made before
-    stay valid. A second call sets everything anew. Graphs are made at the first call; hooks that
-    come later are seen. Wherever a call is traced by others (export, torch.fx, a dispatch mode,
-    torch.func), they see the host's operators.
+    Parameters, names, state_dict, hooks and the class do not change, and existing optimizers stay
+    valid. A second call replaces the settings of the first. Graphs are made at the first forward;
+    hooks added later take effect. Other tracers (export, torch.fx, a dispatch mode, torch.func) see
+    the model's original operators.
 
     Args:
         model: any nn.Module. Call it before DDP, FSDP and torch.compile.
-        example: a batch, so that the graph is made and the report filled at once: a tensor, a tuple
-            of arguments, or a dict of keyword arguments.
-        only: swap these alone: a module's name or a shell pattern ("blocks.0", "blocks.*.attn"), or
-            several. A module stands for all that is inside it.
-        skip: leave these alone; the same kinds.
-        regional: a graph for each repeated block instead of one for the model: the way with FSDP2.
+        example: a batch, to make the graph and fill the report right away: a tensor, a tuple of
+            arguments, or a dict of keyword arguments.
+        only: swap only these: a module name or shell pattern ("blocks.0", "blocks.*.attn"), or
+            several. A module includes its submodules.
+        skip: do not swap these; as `only`.
+        regional: one graph per repeated block instead of one for the model, as FSDP2 needs.
         compiler: "eager" runs the rewritten graph as it is, "inductor" compiles the rest of it.
-        mode: of torch.compile, such as "reduce-overhead"; for compiler="inductor".
-        memory: "low": the backward makes the norms' outputs again instead of keeping them.
-        drop_path: "skip": in training, samples that DropPath drops are not computed, and there are
-            as many of them at every step.
-        measure: a batch, as `example`: run the whole step of host and swapped model in turns, and
-            keep the swap only if it is faster by more than the noise. The report says the times.
-    Returns: a SwapReport: .share, .left, .graphs; text by print.
-    Raises: TypeError for another model; ValueError for a name that the model does not have, another
-        choice, and a model that is sharded, compiled, scripted or quantised already. What the model
-        raises on an example. The model is then as it was.
-    Warns: once if nothing is fused, and once where Dynamo's limit of graphs is met.
+        mode: of torch.compile, such as "reduce-overhead"; needs compiler="inductor".
+        memory: "low": the backward recomputes the norms' outputs instead of saving them.
+        drop_path: "skip": in training, samples dropped by DropPath are not computed; their number
+            is the same at every step.
+        measure: a batch, as `example`: time whole steps of the original and the swapped model in
+            turns, and keep the swap only if it is faster by more than the noise. The report has
+            the times.
+    Returns: a SwapReport: .share, .left, .graphs; print it to read it.
+    Raises: TypeError if model is not an nn.Module; ValueError for a name that the model does not
+        have, an unknown option, or a model already sharded, compiled, scripted or quantised; and
+        what the model raises on `example`. The model is then unchanged.
+    Warns: once if nothing is fused, and once when Dynamo's recompile limit is reached.
     """
     model = select.unwrapped("swap_in", model)
     _check_choice("compiler", compiler, Compiler)
@@ -123,10 +124,10 @@ def _check_choice(argument: str, given: Any, choices: Any) -> None:
 
 
 def swap_out(model: nn.Module) -> None:
-    """Undo swap_in: every module has its own methods again. Parameters stay untouched.
+    """Undo swap_in: every module gets its own methods back. Parameters are untouched.
 
-    Raises: TypeError for another model; ValueError, with nothing undone, where `forward` of a
-    swapped module was set again since: undo that first.
+    Raises: TypeError if model is not an nn.Module; ValueError, with nothing undone, if `forward` of
+    a swapped module was replaced since: undo that first.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap_out: model must be an nn.Module, got {type(model).__name__}")

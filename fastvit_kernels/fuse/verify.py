@@ -68,18 +68,18 @@ class VerifyReport:
 
 
 def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyReport:
-    """Run a training step of the host and of the rewritten graph in float64, and compare.
+    """Run a training step with the original and the rewritten graph in float64, and compare.
 
-    Outputs, gradients of all parameters and of floating-point inputs, and buffers, with the same
-    seed, so that dropout draws the same. The model itself is not changed or called: two copies are,
-    in the mode that it is in, so three times its memory in float64 must fit.
+    Compares outputs, gradients of all parameters and of floating-point inputs, and buffers. Both
+    use the same seed, so that dropout draws the same. The model itself is not changed or called,
+    but two copies in the same mode: three times its memory in float64 must fit.
 
     Args:
-        model: any nn.Module, swapped (its own settings are tried) or not.
+        model: any nn.Module, swapped (with its settings) or not.
         batch: a tensor, a tuple of arguments, or a dict of keyword arguments.
-        tolerance: the largest error, relative to a tensor's largest value, that is rounding.
-    Returns: a VerifyReport: .ok, .different, .differences; text by print.
-    Raises: TypeError for another model; what the host raises on this batch.
+        tolerance: the largest error, relative to a tensor's largest value, that counts as rounding.
+    Returns: a VerifyReport: .ok, .different, .differences; print it to read it.
+    Raises: TypeError if model is not an nn.Module; what the model raises on this batch.
     """
     model = select.unwrapped("verify", model)
     args, kwargs = swap.arguments_of(batch)

@@ -59,17 +59,17 @@ def _evaluating(model: nn.Module):
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Softmax attention of each layer and head.
+    """Compute the softmax attention of each layer and head.
 
     Runs the model once in eval mode without gradients, so without dropout or DropPath: the maps
     depend on the images alone. Leaves modes, hooks and random state unchanged.
 
     Args:
-        model: a VisionTransformer or any module that contains our Attention; or a model of timm,
+        model: a VisionTransformer or any module with our Attention; or a model of timm,
             torchvision, transformers or torch.nn, swapped or not.
         images: what the model takes, (B, in_chans, height, width).
     Returns:
-        One (B, H, T, T) fp32 tensor per layer, in running order; row t is where token t looks.
+        One (B, H, T, T) fp32 tensor per layer, in execution order; row t is where token t looks.
         Memory: 4 B H T T bytes per layer.
     Precision: q and k as the model computes them, scores and softmax fp32.
     Raises: ValueError if the model computes no attention, as on an empty batch; TypeError for other

@@ -69,7 +69,7 @@ class _GatedMlp(nn.Module):
 
 
 class GluMlp(_GatedMlp):
-    """(B, T, C) -> (B, T, C): fc1 with gate and value packed, their product, fc2.
+    """Gated MLP with gate and value packed in fc1, timm's GluMlp: (B, T, C) -> (B, T, C).
 
     `hidden_features` counts both halves, as in timm. With gate_last=False and "silu" it is timm's
     SwiGLUPacked, DINOv2's SwiGLUFFN.
@@ -114,7 +114,7 @@ class GluMlp(_GatedMlp):
 
 
 class SwiGLU(_GatedMlp):
-    """(B, T, C) -> (B, T, C): fc1_g and fc1_x, act(gate) * value, fc2."""
+    """Gated MLP, timm's SwiGLU: (B, T, C) -> (B, T, C), fc2(act(fc1_g(x)) * fc1_x(x))."""
 
     fc1_g: nn.Linear
     fc1_x: nn.Linear

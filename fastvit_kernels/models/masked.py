@@ -28,11 +28,11 @@ class MaskedDecoder(nn.Module):
     """MAE's decoder and JEPA's predictor, arXiv:2111.06377 and 2301.08243.
 
     Args:
-        encoder: a VisionTransformer whose `forward_features` it reads: its width, patches and
-            prefix tokens. It is no part of this module.
-        out_dim: numbers that it predicts of a patch: patch_size**2 * in_chans pixels, or the
-            encoder's width.
-        embed_dim, depth, num_heads, block: of its blocks, and their other arguments.
+        encoder: the VisionTransformer whose `forward_features` it reads, for width, patches and
+            prefix tokens. It does not become a submodule.
+        out_dim: values predicted per patch: patch_size**2 * in_chans pixels, or the encoder's
+            width.
+        embed_dim, depth, num_heads: of the decoder; block: other arguments of its blocks.
     """
 
     @checked

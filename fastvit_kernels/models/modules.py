@@ -43,9 +43,9 @@ def _pair(name: str, size: Size) -> tuple[int, int]:
 
 
 class PatchEmbed(nn.Module):
-    """(B, in_chans, height, width) -> (B, T, C): patches, prefix tokens and positions in one op.
+    """Patch embedding, prefix tokens and positions: (B, in_chans, height, width) -> (B, T, C).
 
-    Ignores rows and columns of pixels that fill no patch, as timm's convolution does. With
+    Ignores rows and columns of pixels that do not fill a patch, as timm's convolution does. With
     strict_img_size=False images of any size pass, and `pos_embed` must fit their grid. `keep`
     (B, K) lists the patches of each image to keep.
     """
@@ -147,12 +147,12 @@ def _head_norms(q_norm: nn.Module, k_norm: nn.Module) -> dict[str, Any] | None:
 
 
 class Attention(nn.Module):
-    """(B, T, C) -> (B, T, C): qkv, attention, output projection; then scales and residual.
+    """Self-attention with QKV and output projection, then scales and residual: (B, T, C) -> same.
 
-    timm's Attention, AttentionRope and EvaAttention. `qk_norm` norms each head's queries and keys
-    by `norm_layer`; then `rope` in the forward, cos and sin of `RotaryEmbedding`, turns all tokens
-    past the first `num_prefix_tokens`. With key_bias=False, which EVA and DINOv3 have, only queries
-    and values are biased, by the parameters q_bias and v_bias.
+    timm's Attention, AttentionRope and EvaAttention. `qk_norm` normalises each head's queries and
+    keys by `norm_layer`; then `rope` in the forward, cos and sin of `RotaryEmbedding`, rotates all
+    tokens past the first `num_prefix_tokens`. With key_bias=False (EVA, DINOv3), only queries and
+    values have a bias, the parameters q_bias and v_bias.
     """
 
     @checked
@@ -275,7 +275,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """(B, T, C) -> (B, T, C): fc1, activation, fc2; then scales and residual."""
+    """MLP, timm's Mlp: (B, T, C) -> (B, T, C), fc1, activation, fc2, then scales and residual."""
 
     @checked
     def __init__(

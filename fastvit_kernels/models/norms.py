@@ -34,8 +34,11 @@ def _check_last_axis(op: str, x: Tensor, width: tuple[int, ...]) -> None:
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm over one axis. `and_input` returns (y, x), to start a pre-norm branch; y is that
-    of the samples that `samples` keeps, where it is given."""
+    """nn.LayerNorm over the last axis: (..., C) -> (..., C).
+
+    `and_input` returns (y, x), to start a pre-norm branch; with `samples`, y has only the samples
+    that they keep.
+    """
 
     @checked
     def __init__(
@@ -63,7 +66,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RmsNorm(nn.RMSNorm):
-    """nn.RMSNorm over one axis, timm's RmsNorm. `and_input` as in LayerNorm."""
+    """nn.RMSNorm over the last axis, timm's RmsNorm: (..., C) -> (..., C).
+
+    `and_input` as in LayerNorm.
+    """
 
     eps: Any  # a float, where torch also takes None
 

@@ -103,8 +103,8 @@ def create_vit(name: str, **overrides: Any) -> VisionTransformer:
     """Build a model by name, with random weights.
 
     Args:
-        name: "vit_{tiny,small,base,large,huge}_patch{14,16,32}_{224,384}" as in timm; a name of
-            timm's for DINOv3, such as "vit_small_patch16_dinov3", which has no classes; or
+        name: "vit_{tiny,small,base,large,huge}_patch{14,16,32}_{224,384}" as in timm; a timm
+            name of DINOv3, such as "vit_small_patch16_dinov3", which has no head; or
             "vit_mnist" (28 x 28 x 1, patch 2, C=64, 2 layers, 2 heads, 10 classes). docs/models.md
             lists them.
         overrides: any argument of VisionTransformer, which has most of timm's.

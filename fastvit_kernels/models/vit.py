@@ -27,7 +27,10 @@ from .rope_tables import RotaryEmbedding, Tables
 
 
 class Block(nn.Module):
-    """x = x + attn(norm1(x));  x = x + mlp(norm2(x)), each branch times LayerScale and DropPath."""
+    """Pre-norm transformer block, (B, T, C) -> (B, T, C), with LayerScale and DropPath.
+
+    x = x + attn(norm1(x));  x = x + mlp(norm2(x)), each branch times LayerScale and DropPath
+    """
 
     @configured_by(BlockConfig)
     def __init__(self, c: BlockConfig):
@@ -117,11 +120,11 @@ class VisionTransformer(nn.Module):
     Arguments have timm's names and meaning (one that timm alone has raises TypeError), except
     these; docs/models.md has them all:
 
-    act_layer     a name: "gelu", "gelu_tanh", "quick_gelu", "silu", which SwiGLU wants
+    act_layer     a name: "gelu", "gelu_tanh", "quick_gelu", "silu" (for SwiGLU)
     mlp_layer     timm's class by name: "Mlp", "GluMlp", "SwiGLUPacked", "SwiGLU"
-    norm_eps      of every norm, which are LayerNorm
-    rope_type     "dinov3", "" for none
-    drop_path     "skip": a branch computes nothing for the samples it drops; docs/drop_path.md
+    norm_eps      of every norm; they are LayerNorms
+    rope_type     "dinov3", or "" for none
+    drop_path     "skip": dropped samples are not computed; docs/drop_path.md
     memory        "low": the backward rebuilds what a block's norms gave, bit for bit, and the sum
                   after attention: under bf16 autocast 20 C bytes a token and block, not 28 C
     """

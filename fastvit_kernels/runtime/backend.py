@@ -67,11 +67,12 @@ def get_backend() -> Backend:
 
 
 def set_backend(name: Backend) -> None:
-    """Choose the implementation of every op from now on, in the whole process but for what runs
-    inside of a `backend` block.
+    """Choose the implementation of every op for the whole process, except inside `backend` blocks.
 
     Args:
-        name: "auto", "triton" or "torch", as the module docstring says.
+        name: "auto": Triton on CUDA and ROCm tensors (on CPU tensors too under
+            TRITON_INTERPRET=1), else PyTorch; "triton": Triton, or a RuntimeError that says why
+            not; "torch": PyTorch.
     Raises: ValueError for any other name.
     """
     global process
@@ -80,10 +81,10 @@ def set_backend(name: Backend) -> None:
 
 @contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Context manager: the implementation of every op inside, in this thread and asyncio task.
+    """Context manager: choose the implementation of every op in this thread and asyncio task.
 
-    A backward that is called inside stays in this thread, so that a checkpoint's recomputation on a
-    GPU, else a matter of autograd's threads, has the same choice.
+    A backward called inside runs in this thread, not in autograd's own, so that a checkpoint's
+    recomputation on a GPU has the same choice.
 
     Args, raises: as `set_backend`.
     """

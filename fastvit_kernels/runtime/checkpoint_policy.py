@@ -55,20 +55,20 @@ class Policy(Protocol):
 
 
 def checkpoint_policy(name: Literal["attention", "matmul"]) -> Policy:
-    """What to keep in `torch.utils.checkpoint`: what is dear to compute again.
+    """Selective activation checkpointing: what `torch.utils.checkpoint` saves.
 
         policy = fk.checkpoint_policy("attention")
         x = checkpoint(block, x, use_reentrant=False, context_fn=policy.context_fn)
 
     Args:
-        name: "attention" keeps attention's output and row sums, so that its forward runs once.
-            "matmul" also keeps products of matrices. The rest is computed again. Our fc1 is, too:
-            its operator gives the activation and what goes into it.
-    Returns: a policy for `create_selective_checkpoint_contexts`, of eager and compiled models,
-        swapped, ours or plain. `.context_fn` makes its contexts: for `checkpoint`, transformers'
-        `gradient_checkpointing_enable` and the checkpoint_wrapper of torch.distributed.
-    Raises: ValueError for another name. Warns once, at the second checkpoint, where the first ran
-        no operator that is kept.
+        name: "attention" saves attention's output and lse, so that its forward runs once.
+            "matmul" also saves the outputs of matmuls. The rest is recomputed, and so is our fc1,
+            whose operator returns both the activation and its input.
+    Returns: a policy for `create_selective_checkpoint_contexts`, for eager and compiled models,
+        swapped or not. Pass its `.context_fn` to `checkpoint`, to transformers'
+        `gradient_checkpointing_enable` or to torch.distributed's checkpoint_wrapper.
+    Raises: ValueError for another name. Warns once, at the second checkpoint, if the first ran no
+        operator that is saved.
     """
     if name not in KEPT:
         raise ValueError(f"checkpoint_policy: name must be one of {sorted(KEPT)}, got {name!r}")

@@ -25,13 +25,13 @@ from .names import add, to_timm
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What `load_weights` did; a recognised key has the model's own name here.
+    """What `load_weights` did, with recognised keys under the model's own names.
 
     Attributes:
         family: "timm", "torchvision", "transformers" or "jax".
-        loaded: parameters that were written.
-        missing: parameters of the model that the source lacks; they kept their values.
-        unexpected: what the source has and the model lacks.
+        loaded: parameters that were loaded.
+        missing: parameters that the source lacks; they keep their values.
+        unexpected: keys of the source that the model lacks.
         resized: parameter -> (shape in the source, shape in the model).
     """
 
@@ -201,11 +201,11 @@ def load_weights(
     *,
     grid_size: tuple[int, int] | None = None,
 ) -> WeightsReport:
-    """Read the weights of any ViT family into a model.
+    """Load a ViT checkpoint of timm, torchvision, transformers or JAX into a model.
 
     The source may have timm's names (its ViT's and its DINOv3's), torchvision's or
     transformers' (ViT, DeiT, DINOv2, DINOv3; before and since 5.9), or be a JAX .npz of the ViT
-    paper or of big_vision. A trainer's wrappers ("model", "state_dict", "module.") come off.
+    paper or of big_vision. Wrappers such as "model", "state_dict" and "module." are stripped.
     Position embeddings of another grid are resized (bicubic, antialias). Nothing is written unless
     everything fits.
 
