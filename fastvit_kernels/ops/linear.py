@@ -49,8 +49,9 @@ from ..runtime.triton import ANY_BATCH, tl, triton
 from .common import epilogue, gemm, grad_handoff
 from .common.activation import ACTIVATIONS, check_activation
 from .common.deferred import deferred
-from .common.epilogue import Rows, finish_tile
+from .common.epilogue import Rows, ScaledLinear, finish_tile
 from .common.gemm import (
+    TilePlan,
     column_halves,
     grouped_tile,
     tile_launch,
@@ -61,7 +62,7 @@ from .common.gemm import (
 )
 from .common.gemm_configs import fwd_config
 from .common.grad_handoff import Reads, layer_gradients
-from .common.reduction import column_sum
+from .common.reduction import column_sum, zeroed
 from .common.samples import add_branch, is_sample_subset
 
 
@@ -176,6 +177,52 @@ def _linear_fwd_kernel(
         )
 
 
+def _gemm_with_epilogue(
+    plan: TilePlan,
+    y: Tensor,
+    z: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save_z: bool,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    residual: Tensor | None,
+) -> None:
+    """Write y, and z where it is saved, from x (M, K) in one Triton GEMM."""
+    if bias is not None and (layer_scale is not None or row_scale is not None):
+        bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
+    (M, K), N, bias = x.shape, weight.shape[0], contiguous(bias)
+    given = activation, save_z, bias is not None, layer_scale, row_scale, residual
+    pointers, sizes, follows = epilogue.epilogue_arguments(M, *given)
+    if plan.config.route == "gluon":
+        from .common.gemm_warp_specialized import launch_warp_specialized
+
+        launch_warp_specialized(plan, y, z, None, x, weight, None, bias, activation)
+        return
+    tile_launch(
+        plan,
+        _linear_fwd_kernel,
+        y,
+        z,
+        x,
+        weight,
+        bias,
+        *pointers,
+        M,
+        N,
+        K,
+        sizes.per_sample,
+        *x.stride(),
+        *weight.stride(),
+        sizes.stride_residual_m,
+        sizes.keep_scale,
+        EPILOGUE=follows,
+    )
+    epilogue.copy_dropped(y, pointers, sizes, follows)
+
+
 def _empty_fwd(
     x: Tensor,
     weight: Tensor,
@@ -224,13 +271,11 @@ def linear_fwd(
         return y, x.new_empty(shape) if save_z else no_z
     if not (activation or scaled or residual is not None):
         return gemm.product_with_bias(x, weight, bias), no_z
-    N, K = weight.shape
+    (N, K), plan = weight.shape, None
     M = x.numel() // K
     config = fwd_config(gpu(x.device), M, N, K, x.dtype)
-    rows, plan = x, None
     if config.route != "library":
-        rows = x.reshape(M, K)
-        has_more = scaled or residual is not None
+        rows, has_more = x.reshape(M, K), scaled or residual is not None
         plan = tile_plan(config, rows, weight, transposed=True, plain=has_more)
     if plan is None:
         plain = not (activation or scaled) and residual is not None and residual.dtype == x.dtype
@@ -245,35 +290,9 @@ def linear_fwd(
         return y, z if save_z else no_z
     y = x.new_empty(y_shape, dtype=out_dtype)
     z = x.new_empty(shape) if save_z else no_z
-    if scaled and bias is not None:
-        bias = bias.to(x.dtype)  # beside both scales, one in fp32 spills on sm_90 (triton 3.6)
-    given = activation, save_z, bias is not None, layer_scale, row_scale, residual
-    pointers, sizes, follows = epilogue.epilogue_arguments(M, *given)
-    if plan.config.route == "gluon":
-        from .common.gemm_warp_specialized import launch_warp_specialized
-
-        launch_warp_specialized(plan, y, z, None, rows, weight, None, contiguous(bias), activation)
-        return y, z
-    tile_launch(
-        plan,
-        _linear_fwd_kernel,
-        y,
-        z,
-        rows,
-        weight,
-        contiguous(bias),
-        *pointers,
-        M,
-        N,
-        K,
-        sizes.per_sample,
-        *rows.stride(),
-        *weight.stride(),
-        sizes.stride_residual_m,
-        sizes.keep_scale,
-        EPILOGUE=follows,
+    _gemm_with_epilogue(
+        plan, y, z, rows, weight, bias, activation, save_z, layer_scale, row_scale, residual
     )
-    epilogue.copy_dropped(y, pointers, sizes, follows)
     return y, z
 
 
@@ -324,23 +343,16 @@ def linear_bwd(
     x, weight, bias and z are in `dtype`, the forward's compute dtype; each may be None where no
     wanted gradient reads it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
+    dtypes = dweight_dtype, dbias_dtype, dlayer_scale_dtype
     if dy.numel() == 0:
-        grads = _empty_bwd(
-            dy, x, weight, row_scale, dx_dtype, dweight_dtype, dbias_dtype, dlayer_scale_dtype
-        )
-        for grad in grads:
-            grad.zero_()
-        return grads
-    dx: Any = None
-    dweight: Any = None
-    dbias: Any = None
-    dlayer_scale: Any = None
+        return zeroed(*_empty_bwd(dy, x, weight, row_scale, dx_dtype, *dtypes))
     N, shape = dy.shape[-1], epilogue.rows_shape(dy, row_scale)
     M = math.prod(shape)
     x_rows = None if x is None else deferred.read(x).reshape(M, x.shape[-1])
+    dx: Any = None
     if activation:
         assert z is not None
-        dz, partial = epilogue.backward_epilogue(
+        d, partial = epilogue.backward_epilogue(
             dy.reshape(-1, N),
             z.contiguous().view(M, N),
             activation,
@@ -351,27 +363,20 @@ def linear_bwd(
             sum_dlayer_scale=dlayer_scale_dtype is not None,
             batch=dy.shape[0],
         )
-        if dbias_dtype is not None:
-            dbias = column_sum(partial[:, :N], empty((N,), dbias_dtype, dy.device))
+        # d is dz here, with the layer scale and act'(z) in it.
+        layer = ScaledLinear(weight, None, None, dweight_dtype, dbias_dtype, None)
+        dweight, dbias, dlayer_scale = epilogue.weight_gradients(d, partial[:, :N], x_rows, layer)
         if dlayer_scale_dtype is not None:
             out = empty((N,), dlayer_scale_dtype, dy.device)
             dlayer_scale = column_sum(partial[:, -N:], out)
-        if dweight_dtype is not None and x_rows is not None:
-            dweight = gemm.matmul(dz.t(), x_rows, out_dtype=dweight_dtype)
-        if dx_dtype is not None and weight is not None:
-            dx = gemm.matmul(dz, weight, out_dtype=dx_dtype).view(*shape, -1)
     else:
-        needs_g = dbias_dtype is not None or (dlayer_scale_dtype is not None and bias is not None)
-        d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
-        sums = sums if g is None else g.view(1, N)
-        dtypes = dweight_dtype, dbias_dtype, dlayer_scale_dtype
-        dweight, dbias, dlayer_scale = epilogue.weight_gradients(
-            d, sums, x_rows, weight, bias, layer_scale, *dtypes
-        )
-        if dx_dtype is not None and weight is not None:
-            operands = epilogue.input_gradient_operands(d, weight, layer_scale)
-            dx = gemm.matmul(*operands, out_dtype=dx_dtype).view(*shape, -1)
-    return dx, dweight, dbias, dlayer_scale
+        layer = ScaledLinear(weight, bias, layer_scale, *dtypes)
+        d, sums = epilogue.scaled_gradient(dy, row_scale, dtype, layer, g)
+        dweight, dbias, dlayer_scale = epilogue.weight_gradients(d, sums, x_rows, layer)
+    if dx_dtype is not None and weight is not None:
+        operands = epilogue.input_gradient_operands(d, weight, layer.layer_scale)
+        dx = gemm.matmul(*operands, out_dtype=dx_dtype).view(*shape, -1)
+    return dx, dweight, dbias, dlayer_scale  # pyright: ignore[reportReturnType]
 
 
 def _empty_by_library_bwd(
@@ -411,23 +416,29 @@ def by_library(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor 
     return y if residual is None else y.add_(residual)
 
 
+class Output(NamedTuple):
+    """How a layer ends in a Linear with its epilogue."""
+
+    dtype: torch.dtype
+    reads: Reads | None  # what its backward can take of the gradient
+    by_library: bool  # nothing but the residual is left to fuse, if x is contiguous, route eager
+
+
 class LinearSpec(NamedTuple):
     """What `_decide` found for a kind of call."""
 
     route: Route | None  # None: the specification runs
     needs_gradient: bool
-    by_library: bool  # nothing is left to fuse, if x is contiguous and the route eager
     activation: str  # "" is none
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
-    out_dtype: torch.dtype
+    output: Output
     input_dtypes: tuple[torch.dtype | None, ...]  # of x, weight, bias, residual, layer_scale
     saves_x: bool
     saves_weight: bool
     saves_bias: bool
     saves_z: bool
     saves_scales: bool
-    reads: Reads | None
     is_repeatable: bool  # y from its residual and what is saved, in one product no wider than y
 
 
@@ -447,7 +458,7 @@ class LinearFunction(torch.autograd.Function):
             layer_scale,
             row_scale,
             spec.activation,
-            spec.out_dtype,
+            spec.output.dtype,
             spec.saves_z,
         )
         ctx.save_for_backward(
@@ -459,7 +470,7 @@ class LinearFunction(torch.autograd.Function):
             row_scale if spec.saves_scales else None,
         )
         ctx.spec = spec
-        grad_handoff.publish(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
     @staticmethod
@@ -506,12 +517,9 @@ apply_linear = differentiable(LinearFunction)
 apply_linear_by_library = differentiable(LinearByLibraryFunction)
 
 
-def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) -> bool:
-    """Whether x W^T + b [+ residual] of one dtype takes the library's route, in its few calls.
-
-    Args:
-        x: a tensor with the dtype and device of the product's M rows.
-    """
+def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether a layer of x ends in a library's product, of one dtype, in its few calls."""
+    M = x.numel() // max(x.shape[-1], 1)
     if needs_dispatcher() or isinstance(x, FakeTensor):
         return False  # the route is not eager
     if M == 0 or autocast_dtype(x) is not None:
@@ -523,6 +531,46 @@ def is_by_library(x: Tensor, M: int, weight: Tensor, residual: Tensor | None) ->
     N, K = weight.shape
     config = fwd_config(gpu(x.device), M, N, K, x.dtype)
     return config.route == "library" and residual.dtype == x.dtype
+
+
+def decide_output(
+    x: Tensor,
+    dtype: torch.dtype,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    needs_d: bool,
+    is_plain: bool,
+) -> Output:
+    """How a layer of x that computes in dtype ends in a Linear and its epilogue.
+
+    Args:
+        needs_d: whether its backward reads d. is_plain: no cast and no activation come between.
+    """
+    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
+    scales = layer_scale, row_scale
+    reads = grad_handoff.offer(dtype, out_dtype, bias, *scales, x=x, needs_d=needs_d)
+    is_plain = is_plain and layer_scale is None and row_scale is None
+    return Output(out_dtype, reads, is_plain and _is_by_library(x, weight, residual))
+
+
+def linear_to_output(
+    spec: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+) -> Tensor:
+    """The Linear that a layer ends in, as its spec's route and `output` say; x in its dtype."""
+    if spec.output.by_library and spec.route is EAGER:
+        return by_library(x, weight, bias, residual)
+    return linear_fwd[spec.route](
+        x, weight, bias, residual, layer_scale, row_scale, "", spec.output.dtype, False
+    )[0]
 
 
 @cached_dispatch
@@ -537,12 +585,10 @@ def _decide(
 ) -> LinearSpec:
     """Check the arguments; what runs, in which dtypes, and what is saved."""
     check_input("linear", x)
-    unsupported = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
+    unusable = check_weight("linear", "weight", weight, bias, x.shape[-1], x)
     check_activation("linear", activation)
-    unsupported = (
-        check_epilogue("linear", x, weight.shape[0], residual, layer_scale, row_scale)
-        or unsupported
-    )
+    end = residual, layer_scale, row_scale
+    unsupported = check_epilogue("linear", x, weight.shape[0], *end) or unusable
     dtype = compute_dtype("linear", x=x, weight=weight, bias=bias)
     inputs = (x, weight, bias, residual, layer_scale)
     needs_dx, needs_dweight, needs_dbias, _, needs_dscale = map(needs_gradient, inputs)
@@ -550,42 +596,25 @@ def _decide(
     needs_dz = needs_dx or needs_dweight or needs_dbias or needs_dscale
     route = choose_route("linear", unsupported, *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in (x, weight, bias))
-    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = grad_handoff.offer(
-        dtype,
-        out_dtype,
-        bias,
-        layer_scale,
-        row_scale,
-        x=x,
-        needs_d=needs_dz and not activation,
-        needs_dbias=needs_dbias,
-        needs_dlayer_scale=needs_dscale,
+    needs_d, fuses = needs_dz and not activation, route is not None
+    output = decide_output(
+        x, dtype, weight, bias, *end, needs_d, fuses and not (casts or activation)
     )
     is_small = residual is not None and weight.shape[1] <= weight.shape[0]
     is_repeatable = is_small and needs_dx and needs_dweight and not activation
     return LinearSpec(
         route=route,
         needs_gradient=needs_gradient(*inputs),
-        by_library=(
-            route is not None
-            and not casts
-            and not activation
-            and layer_scale is None
-            and row_scale is None
-            and is_by_library(x, x.numel() // max(x.shape[-1], 1), weight, residual)
-        ),
         activation=activation or "",
         dtype=dtype,
         casts=casts,
-        out_dtype=out_dtype,
+        output=output,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
         saves_x=needs_dweight or needs_gram,
         saves_weight=needs_dx or needs_gram,
         saves_bias=needs_gram or is_repeatable,
         saves_z=bool(activation) and needs_dz,
         saves_scales=needs_dz,
-        reads=reads,
         is_repeatable=is_repeatable,
     )
 
@@ -626,14 +655,14 @@ def linear(
     route = spec.route
     if route is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)
-    if spec.by_library and route is EAGER and x.is_contiguous():
+    if spec.output.by_library and route is EAGER and x.is_contiguous():
         if spec.needs_gradient:
-            return apply_linear_by_library[route](x, weight, bias, residual, spec.reads)
+            return apply_linear_by_library[route](x, weight, bias, residual, spec.output.reads)
         return by_library(x, weight, bias, residual)
     if spec.needs_gradient:
         return apply_linear[route](x, weight, bias, residual, layer_scale, row_scale, spec)
     if spec.casts:
         x, weight = x.to(spec.dtype), weight.to(spec.dtype)
     return linear_fwd[route](
-        x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.out_dtype, False
+        x, weight, bias, residual, layer_scale, row_scale, spec.activation, spec.output.dtype, False
     )[0]

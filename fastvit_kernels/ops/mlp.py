@@ -43,6 +43,7 @@ from ..runtime.triton import ANY_BATCH, tl, triton
 from .common import epilogue, gemm, grad_handoff
 from .common.activation import activate_and_derivative, check_activation
 from .common.deferred import deferred
+from .common.epilogue import ScaledLinear
 from .common.gemm import (
     column_halves,
     grouped_tile,
@@ -53,10 +54,10 @@ from .common.gemm import (
     tiles_of_program,
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
-from .common.grad_handoff import Reads, layer_gradients
-from .common.reduction import column_sum
+from .common.grad_handoff import layer_gradients
+from .common.reduction import column_sum, zeroed
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
-from .linear import by_library, is_by_library, linear_fwd, linear_ref
+from .linear import Output, decide_output, linear_fwd, linear_ref, linear_to_output
 
 
 def mlp_ref(
@@ -306,42 +307,23 @@ def mlp_bwd(
     gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`. With
     reuse_z, which no compiler passes, z holds other numbers afterwards.
     """
+    dfc1_dtypes = dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype
+    dfc2_dtypes = dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype
     if dy.numel() == 0:
-        grads = _empty_bwd(
-            dy,
-            x,
-            fc1_weight,
-            z,
-            act,
-            row_scale,
-            dx_dtype,
-            dfc1_weight_dtype,
-            dfc1_bias_dtype,
-            dfc2_weight_dtype,
-            dfc2_bias_dtype,
-            dlayer_scale_dtype,
-        )
-        for grad in grads:
-            grad.zero_()
-        return grads
+        grads = _empty_bwd(dy, x, fc1_weight, z, act, row_scale, *dfc1_dtypes, *dfc2_dtypes)
+        return zeroed(*grads)
+    fc2 = ScaledLinear(fc2_weight, fc2_bias, layer_scale, *dfc2_dtypes)
     shape = epilogue.rows_shape(dy, row_scale)
-    M, dz = math.prod(shape), None
-    dx: Any = None
-    dfc1_weight: Any = None
-    dfc1_bias: Any = None
-    needs_g = dfc2_bias_dtype is not None or (
-        dlayer_scale_dtype is not None and fc2_bias is not None
-    )
-    d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
-    sums = sums if g is None else g.view(1, -1)
+    M, dz, dx, dfc1_weight, dfc1_bias = math.prod(shape), None, None, None, None
+    d, sums = epilogue.scaled_gradient(dy, row_scale, dtype, fc2, g)
     # A hook on saved tensors may have brought them back in other strides.
     z_rows = None if z is None else z.contiguous().view(M, -1)
     act_rows = None if act is None else act.contiguous().view(M, -1)
     rebuilt = None
-    if act_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
-        assert z_rows is not None
+    if act_rows is None and fc2.needs_x:
+        assert z_rows is not None and any(dfc1_dtypes)  # their pass writes it
         act_rows = rebuilt = torch.empty_like(z_rows)
-    if dx_dtype is not None or dfc1_weight_dtype is not None or dfc1_bias_dtype is not None:
+    if any(dfc1_dtypes):
         assert z_rows is not None and fc2_weight is not None
         sum_dz = dfc1_bias_dtype is not None
         dz, partial = _hidden_gradient(
@@ -349,19 +331,7 @@ def mlp_bwd(
         )
         if sum_dz:
             dfc1_bias = column_sum(partial, empty(z_rows.shape[1:], dfc1_bias_dtype, dy.device))
-    else:
-        assert rebuilt is None
-    dfc2 = epilogue.weight_gradients(
-        d,
-        sums,
-        act_rows,
-        fc2_weight,
-        fc2_bias,
-        layer_scale,
-        dfc2_weight_dtype,
-        dfc2_bias_dtype,
-        dlayer_scale_dtype,
-    )
+    dfc2 = epilogue.weight_gradients(d, sums, act_rows, fc2)
     act_rows = rebuilt = None  # before x and dx take memory
     if dz is not None and dfc1_weight_dtype is not None and x is not None:
         x_rows = deferred.read(x).reshape(M, x.shape[-1])
@@ -379,7 +349,7 @@ class MlpSpec(NamedTuple):
     activation: str
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
-    out_dtype: torch.dtype
+    output: Output
     input_dtypes: tuple[torch.dtype | None, ...]  # of the first seven inputs, in mlp's order
     saves_x: bool
     saves_fc1_weight: bool
@@ -387,8 +357,6 @@ class MlpSpec(NamedTuple):
     saves_fc2_bias: bool
     saves_z: bool
     saves_act: bool
-    reads: Reads | None
-    fc2_by_library: bool  # with the residual, in few calls, where the route is eager
 
 
 @grad_handoff.register
@@ -414,11 +382,8 @@ class MlpFunction(torch.autograd.Function):
         act, z = linear_fwd[spec.route](
             x, fc1_weight, fc1_bias, None, None, None, spec.activation, spec.dtype, spec.saves_z
         )
-        if spec.fc2_by_library and spec.route is EAGER:
-            y = by_library(act, fc2_weight, fc2_bias, residual)
-        else:
-            scales, options = (layer_scale, row_scale), ("", spec.out_dtype, False)
-            y, _ = linear_fwd[spec.route](act, fc2_weight, fc2_bias, residual, *scales, *options)
+        end = residual, layer_scale, row_scale
+        y = linear_to_output(spec, act, fc2_weight, fc2_bias, *end)
         ctx.save_for_backward(
             x if spec.saves_x else None,
             fc1_weight if spec.saves_fc1_weight else None,
@@ -430,7 +395,7 @@ class MlpFunction(torch.autograd.Function):
             row_scale,
         )
         ctx.spec, ctx.owns_z = spec, spec.route == EAGER and saves_are_own()
-        grad_handoff.publish(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
     @staticmethod
@@ -462,10 +427,11 @@ def _decide(
     if activation is None:
         raise ValueError("mlp: activation must not be None; use linear twice")
     check_flags("mlp", recompute=recompute)
+    end = residual, layer_scale, row_scale
     reasons = [
         check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x),
         check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, fc1_weight.shape[0], x),
-        check_epilogue("mlp", x, fc2_weight.shape[0], residual, layer_scale, row_scale),
+        check_epilogue("mlp", x, fc2_weight.shape[0], *end),
     ]
     dtype = compute_dtype(
         "mlp",
@@ -476,55 +442,27 @@ def _decide(
         fc2_bias=fc2_bias,
     )
     inputs = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, layer_scale)
-    (
-        needs_dx,
-        needs_dfc1_weight,
-        needs_dfc1_bias,
-        needs_dfc2_weight,
-        needs_dfc2_bias,
-        _,
-        needs_dlayer_scale,
-    ) = map(needs_gradient, inputs)
-    needs_dz = needs_dx or needs_dfc1_weight or needs_dfc1_bias
-    needs_act = needs_dfc2_weight or needs_dlayer_scale
-    unsupported = next(filter(None, reasons), None)
-    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = grad_handoff.offer(
-        dtype,
-        out_dtype,
-        fc2_bias,
-        layer_scale,
-        row_scale,
-        x=x,
-        needs_d=needs_dz or needs_act or needs_dfc2_bias,
-        needs_dbias=needs_dfc2_bias,
-        needs_dlayer_scale=needs_dlayer_scale,
-    )
-    route = choose_route("mlp", unsupported, *inputs, row_scale)
+    needs_dz = needs_gradient(x, fc1_weight, fc1_bias)
+    needs_act = needs_gradient(fc2_weight, layer_scale)
+    needs_dlayer_scale = needs_gradient(layer_scale)
+    route = choose_route("mlp", next(filter(None, reasons), None), *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in inputs[:5])
-    M = x.numel() // max(x.shape[-1], 1)
+    needs_d, fuses = needs_gradient(*inputs[:5], layer_scale), route is not None
+    output = decide_output(x, dtype, fc2_weight, fc2_bias, *end, needs_d, fuses and not casts)
     return MlpSpec(
         route=route,
         needs_gradient=needs_gradient(*inputs),
         activation=activation,
         dtype=dtype,
         casts=casts,
-        out_dtype=out_dtype,
+        output=output,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
-        saves_x=needs_dfc1_weight,
-        saves_fc1_weight=needs_dx,
+        saves_x=needs_gradient(fc1_weight),
+        saves_fc1_weight=needs_gradient(x),
         saves_fc2_weight=needs_dz or needs_dlayer_scale,
         saves_fc2_bias=needs_dlayer_scale,
         saves_z=needs_dz,
         saves_act=needs_act and not (recompute and needs_dz),
-        reads=reads,
-        fc2_by_library=(
-            route is not None
-            and not casts
-            and layer_scale is None
-            and row_scale is None
-            and is_by_library(x, M, fc2_weight, residual)
-        ),
     )
 
 
@@ -592,6 +530,7 @@ def mlp(
     if spec.casts:
         dtype = spec.dtype
         x, fc1_weight, fc2_weight = x.to(dtype), fc1_weight.to(dtype), fc2_weight.to(dtype)
-    fwd = linear_fwd[route]
-    act, _ = fwd(x, fc1_weight, fc1_bias, None, None, None, activation, spec.dtype, False)
-    return fwd(act, fc2_weight, fc2_bias, *epilogue, "", spec.out_dtype, False)[0]
+    act, _ = linear_fwd[route](
+        x, fc1_weight, fc1_bias, None, None, None, activation, spec.dtype, False
+    )
+    return linear_to_output(spec, act, fc2_weight, fc2_bias, *epilogue)

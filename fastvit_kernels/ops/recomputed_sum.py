@@ -74,7 +74,7 @@ class _Recomputed:
                 layer_scale,
                 row_scale,
                 "",
-                self.layer.spec.out_dtype,
+                self.layer.spec.output.dtype,
                 False,
             )[0]
 

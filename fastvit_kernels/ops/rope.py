@@ -36,6 +36,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ..runtime.operator import Route, differentiable, operator
+from .common.reduction import zeroed
 from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, rotate_bwd, tables_of
 
 Norm = Literal["layer_norm", "rms_norm"]
@@ -142,11 +143,6 @@ def empty_sums(
     dparams = x.new_empty((4, D), dtype=param_dtype) if needs_dparams else None
     dtables = x.new_empty((2, *cos.shape), dtype=table_dtype) if needs_dtables else None
     return dparams, dtables
-
-
-def zeroed(*sums: Tensor | None) -> list[Tensor | None]:
-    """Of no rows."""
-    return [None if x is None else x.zero_() for x in sums]
 
 
 def _empty_bwd(

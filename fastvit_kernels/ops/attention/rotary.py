@@ -23,9 +23,9 @@ from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
 from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import product_with_bias
-from ..common.reduction import column_sum
+from ..common.reduction import column_sum, zeroed
 from ..common.rotation import Rotation, rotate, rotate_bwd, tables_of
-from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref, zeroed
+from ..rope import Norm, check_rotation, empty_sums, parts, rope_ref
 from .functions import check_scores, draw_seed, unsupported_scale
 from .launch import (
     Packing,

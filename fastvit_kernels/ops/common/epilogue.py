@@ -436,22 +436,6 @@ def backward_epilogue(
     return dz, partial
 
 
-def scaled_rows(
-    dy: Tensor, row_scale: Tensor | None, dtype: torch.dtype, needs_sum: bool
-) -> tuple[Tensor, Tensor]:
-    """d = row_scale * dy in dtype, and a matrix with the column sums of d; dy itself if it can.
-
-    dy: (B, ..., N). d: (M, N), the rows of kept samples where row_scale keeps some.
-    """
-    if row_scale is None and dy.dtype == dtype:
-        rows = as_rows(dy)
-        return rows, rows
-    rows = dy.reshape(-1, dy.shape[-1])
-    return backward_epilogue(
-        rows, None, "", dtype, None, row_scale, sum_dz=needs_sum, batch=dy.shape[0]
-    )
-
-
 def rows_shape(dy: Tensor, row_scale: Tensor | None) -> tuple[int, ...]:
     """Leading axes of x, of dy (B, ..., N): those of kept samples where row_scale keeps some."""
     if not is_sample_subset(row_scale):
@@ -497,48 +481,74 @@ def _weight_launch(
     )
 
 
+class ScaledLinear(NamedTuple):
+    """layer_scale * (x W^T + b): what its backward reads, and the dtypes of wanted gradients."""
+
+    weight: Tensor | None  # (N, K), any strides
+    bias: Tensor | None  # (N,), read for dlayer_scale alone
+    layer_scale: Tensor | None
+    dweight_dtype: torch.dtype | None
+    dbias_dtype: torch.dtype | None
+    dlayer_scale_dtype: torch.dtype | None
+
+    @property
+    def needs_x(self) -> bool:
+        """Whether `weight_gradients` reads x."""
+        return self.dweight_dtype is not None or self.dlayer_scale_dtype is not None
+
+    @property
+    def needs_g(self) -> bool:
+        """Whether it reads the column sums of d."""
+        scales_bias = self.dlayer_scale_dtype is not None and self.bias is not None
+        return self.dbias_dtype is not None or scales_bias
+
+
+def scaled_gradient(
+    dy: Tensor, row_scale: Tensor | None, dtype: torch.dtype, layer: ScaledLinear, g: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """d = row_scale * dy in dtype, dy itself if it can, and a matrix with the column sums of d.
+
+    dy: (B, ..., N). d: (M, N), the rows of kept samples where row_scale keeps some. g: (N,) fp32,
+    the sums where the caller has them.
+    """
+    if row_scale is None and dy.dtype == dtype:
+        d = sums = as_rows(dy)
+    else:
+        rows, needs_sum = dy.reshape(-1, dy.shape[-1]), g is None and layer.needs_g
+        d, sums = backward_epilogue(
+            rows, None, "", dtype, None, row_scale, sum_dz=needs_sum, batch=dy.shape[0]
+        )
+    return d, sums if g is None else g.view(1, -1)
+
+
 def weight_gradients(
-    d: Tensor,
-    sums: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    layer_scale: Tensor | None,
-    dweight_dtype: torch.dtype | None,
-    dbias_dtype: torch.dtype | None,
-    dlayer_scale_dtype: torch.dtype | None,
+    d: Tensor, sums: Tensor, x: Tensor | None, layer: ScaledLinear
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of y = layer_scale * (x W^T + b) from d: dweight (N, K), dbias and dlayer_scale
-    (N,), each None where its dtype is.
+    """dweight (N, K), dbias and dlayer_scale (N,) from d, each None where its dtype is.
 
     Args:
         d: (M, N); sums: a matrix with the same column sums; x: (M, K), dtype of d. A single row of
             sums is fp32.
-        weight: (N, K), any strides, and bias: (N,) are read for dlayer_scale alone.
     """
-    dweight = dbias = None
-    if layer_scale is None:
-        if dweight_dtype is not None and x is not None:
-            dweight = matmul(d.t(), x, out_dtype=dweight_dtype)
-        if dbias_dtype is not None:
-            dbias = column_sum(sums, empty((d.shape[1],), dbias_dtype, d.device))
+    if layer.layer_scale is None:
+        dweight = dbias = None
+        if layer.dweight_dtype is not None and x is not None:
+            dweight = matmul(d.t(), x, out_dtype=layer.dweight_dtype)
+        if layer.dbias_dtype is not None:
+            dbias = column_sum(sums, empty((d.shape[1],), layer.dbias_dtype, d.device))
         return dweight, dbias, None
+    weight, bias, layer_scale, *dtypes = layer
     N, K = d.shape[1], 0 if x is None else x.shape[1]
-    dtypes = dweight_dtype, dbias_dtype, dlayer_scale_dtype
-    needs = [dtype is not None for dtype in dtypes]
-    needs_dweight, needs_dbias, needs_dlayer_scale = needs
-    shapes = (N, K), (N,), (N,)
-    grads = empty_gradients(d.device, *zip(shapes, dtypes, strict=True))
+    needs_dweight, needs_dbias, needs_dlayer_scale = [dtype is not None for dtype in dtypes]
+    grads = empty_gradients(d.device, *zip(((N, K), (N,), (N,)), dtypes, strict=True))
     gram = g = None
-    if (needs_dweight or needs_dlayer_scale) and x is not None:
+    if layer.needs_x and x is not None:
         gram = matmul(d.t(), x, out_dtype=torch.float32)
     if len(sums) == 1 < len(d):
         g = sums
     elif needs_dbias or (needs_dlayer_scale and bias is not None):
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
-    strides = (0, 0) if weight is None else weight.stride()
-    launch = _weight_launch(N, *needs, bias is not None)
-    launch(
+    _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, bias is not None)(
         *grads,
         gram,
         g,
@@ -547,9 +557,8 @@ def weight_gradients(
         contiguous(layer_scale),
         N,
         0 if gram is None else K,
-        *strides,
+        *((0, 0) if weight is None else weight.stride()),
     )
-    dweight, dbias, dlayer_scale = (
-        grad if needed else None for grad, needed in zip(grads, needs, strict=True)
-    )
-    return dweight, dbias, dlayer_scale
+    return tuple(
+        grad if dtype is not None else None for grad, dtype in zip(grads, dtypes, strict=True)
+    )  # pyright: ignore[reportReturnType]

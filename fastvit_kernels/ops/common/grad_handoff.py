@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import as_dtype
+from ...runtime.arguments import as_dtype, needs_gradient
 from ...runtime.compat import FakeTensor, graph_task, node_class, raw_stream, version
 from ...runtime.dispatch import backward_route
 from ...runtime.operator import EAGER, Operator
@@ -49,11 +49,9 @@ def offer(
     *,
     x: Tensor,
     needs_d: bool,
-    needs_dbias: bool,
-    needs_dlayer_scale: bool,
 ) -> Reads | None:
     """What the backward of a layer of x, that computes in dtype and writes out_dtype, can take."""
-    needs_g = bias is not None and (needs_dbias or needs_dlayer_scale)
+    needs_g = bias is not None and needs_gradient(bias, layer_scale)
     d_dtype = dtype if dtype != out_dtype or row_scale is not None else None
     if not needs_d or not (needs_g or d_dtype) or not (_compiling() or x.numel() > 0):
         return None  # a compiler may know no number of elements

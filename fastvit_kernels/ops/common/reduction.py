@@ -94,3 +94,8 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
     if splits > 1:
         launch_second(out, first, splits, N, splits, N)
     return out
+
+
+def zeroed(*sums: Tensor | None) -> Any:
+    """Of no rows."""
+    return tuple([None if x is None else x.zero_() for x in sums])

@@ -42,14 +42,15 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
-from ...runtime.operator import EAGER, Route, differentiable, operator
+from ...runtime.operator import Route, differentiable, operator
 from ..common import epilogue, gemm, grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.deferred import deferred
-from ..common.grad_handoff import Reads, layer_gradients
-from ..common.reduction import column_sum
-from ..linear import by_library, is_by_library, linear_fwd, linear_ref
-from .kernels import MAX_NORM_F, gate_bwd, gate_fwd
+from ..common.epilogue import ScaledLinear
+from ..common.grad_handoff import layer_gradients
+from ..common.reduction import column_sum, zeroed
+from ..linear import Output, decide_output, linear_ref, linear_to_output
+from .kernels import MAX_NORM_F, Columns, gate_bwd, gate_fwd
 
 # Names that `mlp` has for an MLP with packed weights -> the activation of its gate.
 GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
@@ -228,6 +229,75 @@ def _column_sum(partial: Tensor, first: int, count: int, dtype: torch.dtype) -> 
     return column_sum(_columns(partial, first, count), out)
 
 
+class Fc1(NamedTuple):
+    """fc1, or the gate's layer next to it: what dx reads, and the dtypes of wanted gradients."""
+
+    weight: Tensor | None
+    dweight_dtype: torch.dtype | None
+    dbias_dtype: torch.dtype | None
+
+
+def _hidden_bwd(
+    d: Tensor,
+    sums: Tensor,
+    fc2: ScaledLinear,
+    hidden: Tensor | None,
+    shape: tuple[int, int],
+    gated: tuple[Any, ...],
+    needs_dz: bool,
+    sum_dz: bool,
+) -> tuple[Any, tuple[Tensor | None, ...]]:
+    """What `gate_bwd` gives of `gated`, where it is needed; and the gradients of fc2.
+
+    The hidden layer (M, F) that it rebuilds is free again before x and dx take memory.
+    """
+    rows, rebuilt = None if hidden is None else hidden.contiguous().view(shape), None
+    if rows is None and fc2.needs_x:
+        assert needs_dz  # its pass writes them
+        rows = rebuilt = empty(shape, d.dtype, d.device)
+    found: Any = None
+    if needs_dz:
+        assert fc2.weight is not None
+        dhidden = gemm.matmul(*epilogue.input_gradient_operands(d, fc2.weight, fc2.layer_scale))
+        found = gate_bwd(dhidden, rebuilt, *gated, sum_dz=sum_dz)
+        del dhidden
+    return found, epilogue.weight_gradients(d, sums, rows, fc2)
+
+
+def _fc1_bwd(
+    found: tuple[Tensor, Tensor, Columns] | None,
+    layers: list[Fc1],
+    F: int,
+    x: Tensor | None,
+    shape: tuple[int, ...],
+    dx_dtype: torch.dtype | None,
+) -> tuple[Any, ...]:
+    """dx (*shape, C), then (dweight, dbias) of fc1 and of the gate, from what `gate_bwd` gave.
+
+    layers: fc1 and the gate, or fc1 alone with both packed.
+    """
+    dx: Any = None
+    grads: list[Any] = [(None, None)] * 2
+    if found is None:
+        return dx, *grads
+    dz, partial, at = found
+    halves = [(0, 2 * F)] if len(layers) == 1 else [(at.value, F), (at.gate, F)]
+    for i, (layer, half) in enumerate(zip(layers, halves, strict=True)):
+        dhalf, dweight, dbias = _columns(dz, *half), None, None
+        if layer.dbias_dtype is not None:
+            dbias = _column_sum(partial, *half, layer.dbias_dtype)
+        if layer.dweight_dtype is not None and x is not None:
+            x = deferred.read(x)
+            x_rows = x.reshape(dz.shape[0], -1)
+            dweight = gemm.matmul(dhalf.t(), x_rows, out_dtype=layer.dweight_dtype)
+        if dx is not None and layer.weight is not None:
+            _add_product(dx, dhalf, layer.weight)
+        elif dx_dtype is not None and layer.weight is not None:
+            dx = gemm.matmul(dhalf, layer.weight, out_dtype=dx_dtype)
+        grads[i] = dweight, dbias
+    return None if dx is None else dx.view(*shape, dx.shape[1]), *grads
+
+
 @operator(fake=_empty_bwd, flops=_flops_bwd)
 def gated_mlp_bwd(
     dy: Tensor,
@@ -266,117 +336,29 @@ def gated_mlp_bwd(
     dtype; each may be None where no wanted gradient reads it, hidden also where z, kept for other
     gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`.
     """
+    fc1 = Fc1(fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype)
+    gate = Fc1(gate_weight, dgate_weight_dtype, dgate_bias_dtype)
+    dfc2_dtypes = dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype
+    fc2 = ScaledLinear(fc2_weight, fc2_bias, layer_scale, *dfc2_dtypes)
+    dnorm_dtypes = dnorm_weight_dtype, dnorm_bias_dtype
     if dy.numel() == 0:
-        grads = _empty_bwd(
-            dy,
-            x,
-            fc1_weight,
-            row_scale,
-            z,
-            value,
-            hidden,
-            dx_dtype,
-            dfc1_weight_dtype,
-            dfc1_bias_dtype,
-            dfc2_weight_dtype,
-            dfc2_bias_dtype,
-            dgate_weight_dtype,
-            dgate_bias_dtype,
-            dnorm_weight_dtype,
-            dnorm_bias_dtype,
-            dlayer_scale_dtype,
-        )
-        for grad in grads:
-            grad.zero_()
-        return grads
-    device = dy.device
-    shape = epilogue.rows_shape(dy, row_scale)
-    M, F = math.prod(shape), _width(z, value, hidden)
-    needs_g = dfc2_bias_dtype is not None or (
-        dlayer_scale_dtype is not None and fc2_bias is not None
-    )
-    d, sums = epilogue.scaled_rows(dy, row_scale, dtype, needs_g and g is None)
-    sums = sums if g is None else g.view(1, -1)
+        dtypes = dx_dtype, *fc1[1:], *dfc2_dtypes[:2], *gate[1:], *dnorm_dtypes, dlayer_scale_dtype
+        return zeroed(*_empty_bwd(dy, x, fc1_weight, row_scale, z, value, hidden, *dtypes))
+    d, sums = epilogue.scaled_gradient(dy, row_scale, dtype, fc2, g)
+    M, F = d.shape[0], _width(z, value, hidden)
     # A hook on saved tensors may have brought them back in other strides.
-    z, value, stats = contiguous(z), contiguous(value), contiguous(stats)
-    hidden_rows = None if hidden is None else hidden.contiguous().view(M, F)
-    rebuilt = None
-    if hidden_rows is None and (dfc2_weight_dtype is not None or dlayer_scale_dtype is not None):
-        hidden_rows = rebuilt = empty((M, F), dtype, device)
-    dx: Any = None
-    dz: Any = None
-    dweights: list[Any] = [None, None]  # of fc1 and the gate
-    dbiases: list[Any] = [None, None]
-    dnorms: list[Any] = [None, None]
-    needs_db = dfc1_bias_dtype is not None or dgate_bias_dtype is not None
-    if needs_db or any(
-        (dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, dnorm_weight_dtype, dnorm_bias_dtype)
-    ):
-        assert z is not None and fc2_weight is not None
-        dhidden = gemm.matmul(*epilogue.input_gradient_operands(d, fc2_weight, layer_scale))
-        dz, partial, columns = gate_bwd(
-            dhidden,
-            z,
-            value,
-            rebuilt,
-            activation,
-            gate_last,
-            norm_weight,
-            norm_bias,
-            stats,
-            needs_db,
-        )
-        del dhidden
-    else:
-        assert rebuilt is None
-    dfc2_weight, dfc2_bias, dlayer_scale = epilogue.weight_gradients(
-        d,
-        sums,
-        hidden_rows,
-        fc2_weight,
-        fc2_bias,
-        layer_scale,
-        dfc2_weight_dtype,
-        dfc2_bias_dtype,
-        dlayer_scale_dtype,
-    )
-    hidden_rows = rebuilt = None  # before x and dx take memory
-    if dz is not None:
-        if value is None:
-            halves = [(0, 2 * F, fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype)]
-        else:
-            halves = [
-                (columns.value, F, fc1_weight, dfc1_weight_dtype, dfc1_bias_dtype),
-                (columns.gate, F, gate_weight, dgate_weight_dtype, dgate_bias_dtype),
-            ]
-        for i, (first, rows, weight, dweight_dtype, dbias_dtype) in enumerate(halves):
-            dhalf = _columns(dz, first, rows)
-            if dbias_dtype is not None:
-                dbiases[i] = _column_sum(partial, first, rows, dbias_dtype)
-            if dweight_dtype is not None and x is not None:
-                x = deferred.read(x)
-                dweights[i] = gemm.matmul(dhalf.t(), x.reshape(M, -1), out_dtype=dweight_dtype)
-            if dx_dtype is None or weight is None:
-                continue
-            if i == 0:
-                dx = gemm.matmul(dhalf, weight, out_dtype=dx_dtype)
-            else:
-                _add_product(dx, dhalf, weight)
-        dnorm_dtypes = (dnorm_weight_dtype, dnorm_bias_dtype)
-        for i, (first, dnorm_dtype) in enumerate(zip((0, F), dnorm_dtypes, strict=True)):
-            if dnorm_dtype is not None:
-                dnorms[i] = _column_sum(partial, columns.stride + first, F, dnorm_dtype)
-    return (
-        None if dx is None else dx.view(*shape, dx.shape[1]),
-        dweights[0],
-        dbiases[0],
-        dfc2_weight,
-        dfc2_bias,
-        dweights[1],
-        dbiases[1],
-        *dnorms,
-        dlayer_scale,
-    )  # pyright: ignore[reportReturnType]
+    gated = contiguous(z), contiguous(value), activation, gate_last
+    gated = *gated, norm_weight, norm_bias, contiguous(stats)
+    sum_dz = dfc1_bias_dtype is not None or dgate_bias_dtype is not None
+    needs_dz = sum_dz or any((dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, *dnorm_dtypes))
+    found, dfc2 = _hidden_bwd(d, sums, fc2, hidden, (M, F), gated, needs_dz, sum_dz)
+    shape, layers = epilogue.rows_shape(dy, row_scale), [fc1] if value is None else [fc1, gate]
+    dx, dfc1, dgate = _fc1_bwd(found, layers, F, x, shape, dx_dtype)
+    dnorms = [
+        None if to is None else _column_sum(found[1], found[2].stride + i * F, F, to)
+        for i, to in enumerate(dnorm_dtypes)
+    ]
+    return dx, *dfc1, *dfc2[:2], *dgate, *dnorms, dfc2[2]  # pyright: ignore[reportReturnType]
 
 
 class GatedMlpSpec(NamedTuple):
@@ -389,7 +371,7 @@ class GatedMlpSpec(NamedTuple):
     norm_eps: float
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
-    out_dtype: torch.dtype
+    output: Output
     input_dtypes: tuple[torch.dtype | None, ...]  # of all inputs but row_scale
     saves_x: bool
     saves_fc1_weight: bool  # and the gate's
@@ -397,8 +379,6 @@ class GatedMlpSpec(NamedTuple):
     saves_fc2_bias: bool
     saves_z: bool  # value, stats and the norm's parameters too
     saves_hidden: bool
-    reads: Reads | None
-    fc2_by_library: bool  # with the residual, in few calls, where the route is eager
 
 
 @grad_handoff.register
@@ -438,7 +418,8 @@ class GatedMlpFunction(torch.autograd.Function):
             spec.gate_last,
             spec.norm_eps,
         )
-        y = _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)
+        end = residual, layer_scale, row_scale
+        y = linear_to_output(spec, hidden, fc2_weight, fc2_bias, *end)
         saves_z = spec.saves_z
         ctx.save_for_backward(
             x if spec.saves_x else None,
@@ -456,7 +437,7 @@ class GatedMlpFunction(torch.autograd.Function):
             stats if saves_z and norm_weight is not None else None,
         )
         ctx.spec = spec
-        grad_handoff.publish(ctx, spec.reads, row_scale)
+        grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
     @staticmethod
@@ -475,22 +456,7 @@ def _cast(dtype: torch.dtype, *operands: Tensor | None) -> list[Any]:
     return [None if t is None else t.to(dtype) for t in operands]
 
 
-def _second(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    layer_scale: Tensor | None,
-    row_scale: Tensor | None,
-    spec: GatedMlpSpec,
-) -> Tensor:
-    """y from the hidden layer: fc2 with the epilogue."""
-    if spec.fc2_by_library and spec.route is EAGER:
-        return by_library(hidden, weight, bias, residual)
-    assert spec.route is not None
-    return linear_fwd[spec.route](
-        hidden, weight, bias, residual, layer_scale, row_scale, "", spec.out_dtype, False
-    )[0]
+OP = "gated_mlp"
 
 
 def _check_gate(
@@ -502,25 +468,38 @@ def _check_gate(
     gate_last: bool,
 ) -> tuple[int, str | None]:
     """Raise on a bad fc1 or gate; F, and what the kernels cannot do."""
-    op = "gated_mlp"
-    unsupported = check_weight(op, "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x)
+    unsupported = check_weight(OP, "fc1_weight", fc1_weight, fc1_bias, x.shape[-1], x)
     rows = fc1_weight.shape[0]
     if gate_weight is None:
         if gate_bias is not None:
-            raise ValueError(f"{op}: gate_bias needs a gate_weight, got None")
+            raise ValueError(f"{OP}: gate_bias needs a gate_weight, got None")
         if rows % 2:
             raise ValueError(
-                f"{op}: fc1_weight must have an even number of rows, gate and value, got {rows}; "
+                f"{OP}: fc1_weight must have an even number of rows, gate and value, got {rows}; "
                 "separate weights come as fc1_weight and gate_weight"
             )
         return rows // 2, unsupported
-    check_shape(op, "gate_weight", gate_weight, tuple(fc1_weight.shape), x)
-    check_shape(op, "gate_bias", gate_bias, (rows,), x)
+    check_shape(OP, "gate_weight", gate_weight, tuple(fc1_weight.shape), x)
+    check_shape(OP, "gate_bias", gate_bias, (rows,), x)
     if gate_last:
         raise ValueError(
-            f"{op}: gate_last must be False beside a gate_weight, got True; it is for packed ones"
+            f"{OP}: gate_last must be False beside a gate_weight, got True; it is for packed ones"
         )
     return rows, unsupported
+
+
+def _check_norm(x: Tensor, F: int, weight: Tensor | None, bias: Tensor | None) -> str | None:
+    """Raise on a bad inner LayerNorm; what the kernels cannot do."""
+    check_shape(OP, "norm_weight", weight, (F,), x)
+    check_shape(OP, "norm_bias", bias, (F,), x)
+    if weight is None and bias is not None:
+        raise ValueError(f"{OP}: norm_bias needs a norm_weight, got None")
+    if weight is not None and F > MAX_NORM_F:
+        return f"a LayerNorm over more than {MAX_NORM_F} hidden features, got {F}"
+    return None
+
+
+_OPERANDS = "x fc1_weight fc1_bias fc2_weight fc2_bias gate_weight gate_bias".split()
 
 
 @cached_dispatch
@@ -543,56 +522,30 @@ def _decide(
     recompute: bool,
 ) -> GatedMlpSpec:
     """Check the arguments; what runs, in which dtypes, and what is saved."""
-    op = "gated_mlp"
-    check_input(op, x)
-    check_activation(op, activation)
+    check_input(OP, x)
+    check_activation(OP, activation)
     if activation is None:
-        raise ValueError(f"{op}: activation must not be None; wanted one of {sorted(ACTIVATIONS)}")
-    check_flags(op, gate_last=gate_last, recompute=recompute)
-    check_eps(op, norm_eps, "norm_eps")
+        raise ValueError(f"{OP}: activation must not be None; wanted one of {sorted(ACTIVATIONS)}")
+    check_flags(OP, gate_last=gate_last, recompute=recompute)
+    check_eps(OP, norm_eps, "norm_eps")
     F, unsupported = _check_gate(x, fc1_weight, fc1_bias, gate_weight, gate_bias, gate_last)
-    reasons = [unsupported, check_weight(op, "fc2_weight", fc2_weight, fc2_bias, F, x)]
-    check_shape(op, "norm_weight", norm_weight, (F,), x)
-    check_shape(op, "norm_bias", norm_bias, (F,), x)
-    if norm_weight is None and norm_bias is not None:
-        raise ValueError(f"{op}: norm_bias needs a norm_weight, got None")
-    if norm_weight is not None and F > MAX_NORM_F:
-        reasons.append(f"a LayerNorm over more than {MAX_NORM_F} hidden features, got {F}")
-    reasons.append(check_epilogue(op, x, fc2_weight.shape[0], residual, layer_scale, row_scale))
-    dtype = compute_dtype(
-        op,
-        x=x,
-        fc1_weight=fc1_weight,
-        fc1_bias=fc1_bias,
-        fc2_weight=fc2_weight,
-        fc2_bias=fc2_bias,
-        gate_weight=gate_weight,
-        gate_bias=gate_bias,
-    )
+    end = residual, layer_scale, row_scale
+    reasons = [
+        unsupported,
+        check_weight(OP, "fc2_weight", fc2_weight, fc2_bias, F, x),
+        _check_norm(x, F, norm_weight, norm_bias),
+        check_epilogue(OP, x, fc2_weight.shape[0], *end),
+    ]
     operands = (x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, gate_weight, gate_bias)
+    dtype = compute_dtype(OP, **dict(zip(_OPERANDS, operands, strict=True)))
     inputs = (*operands, norm_weight, norm_bias, residual, layer_scale)
-    (needs_dx, needs_dfc1_weight, _, needs_dfc2_weight, needs_dfc2_bias, needs_dgate_weight, *_) = (
-        map(needs_gradient, inputs)
-    )
     needs_dlayer_scale = needs_gradient(layer_scale)
     needs_dhidden = needs_gradient(*operands[:3], *operands[5:], norm_weight, norm_bias)
-    needs_hidden = needs_dfc2_weight or needs_dlayer_scale
-    out_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
-    reads = grad_handoff.offer(
-        dtype,
-        out_dtype,
-        fc2_bias,
-        layer_scale,
-        row_scale,
-        x=x,
-        needs_d=needs_dhidden or needs_hidden or needs_dfc2_bias,
-        needs_dbias=needs_dfc2_bias,
-        needs_dlayer_scale=needs_dlayer_scale,
-    )
-    route = choose_route(op, next(filter(None, reasons), None), *inputs, row_scale)
+    needs_hidden = needs_gradient(fc2_weight, layer_scale)
+    route = choose_route(OP, next(filter(None, reasons), None), *inputs, row_scale)
     casts = any(t is not None and t.dtype != dtype for t in operands)
-    scaled = layer_scale is not None or row_scale is not None
-    M = math.prod(x.shape[:-1])
+    needs_d, fuses = needs_gradient(*operands, *inputs[7:9], layer_scale), route is not None
+    output = decide_output(x, dtype, fc2_weight, fc2_bias, *end, needs_d, fuses and not casts)
     return GatedMlpSpec(
         route=route,
         needs_gradient=needs_gradient(*inputs),
@@ -601,20 +554,14 @@ def _decide(
         norm_eps=norm_eps,
         dtype=dtype,
         casts=casts,
-        out_dtype=out_dtype,
+        output=output,
         input_dtypes=tuple(None if t is None else t.dtype for t in inputs),
-        saves_x=needs_dfc1_weight or needs_dgate_weight,
-        saves_fc1_weight=needs_dx,
+        saves_x=needs_gradient(fc1_weight, gate_weight),
+        saves_fc1_weight=needs_gradient(x),
         saves_fc2_weight=needs_dhidden or needs_dlayer_scale,
         saves_fc2_bias=needs_dlayer_scale,
         saves_z=needs_dhidden,
         saves_hidden=needs_hidden and not (recompute and needs_dhidden),
-        reads=reads,
-        fc2_by_library=(
-            route is not None
-            and not (casts or scaled)
-            and is_by_library(x, M, fc2_weight, residual)
-        ),
     )
 
 
@@ -707,4 +654,4 @@ def gated_mlp(
         gate_last,
         norm_eps,
     )
-    return _second(hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale, spec)
+    return linear_to_output(spec, hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale)

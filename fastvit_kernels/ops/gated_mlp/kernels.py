@@ -455,9 +455,9 @@ def _bwd_plan(
 
 def gate_bwd(
     dhidden: Tensor,
+    hidden: Tensor | None,
     z: Tensor,
     value: Tensor | None,
-    hidden: Tensor | None,
     activation: str,
     gate_last: bool,
     norm_weight: Tensor | None,
