@@ -7,7 +7,6 @@ facts: the function, its specification, its tensors with their shapes, its other
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -213,18 +212,3 @@ class Op:
             partial(self.specification, **options),
             lambda: self.inputs(example, Draw(device, dtype)),
         )
-
-
-def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
-    """function under torch.autocast; on float64 tensors, which are the oracle's, as it is."""
-
-    def run(**inputs: Tensor | None) -> Any:
-        given = [x for x in inputs.values() if isinstance(x, Tensor)]
-        if autocast is None or any(x.dtype is torch.float64 for x in given):
-            context = nullcontext()
-        else:
-            context = torch.autocast(given[0].device.type, autocast)
-        with context:
-            return function(**inputs)
-
-    return run

@@ -98,13 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
     mean, std = (pixels.new_tensor(x).expand(shape[0]).view(-1, 1, 1) for x in (mean, std))
     # One image through PyTorch: the maps are the same, and need no GPU.
     with backend("torch"):
-        layers, from_cls = figures.head_attention(model, ((pixels - mean) / std)[None])
-    pixels = figures.patch_area(model, pixels)
+        attention = figures.head_attention(model, ((pixels - mean) / std)[None])
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / arguments.image.stem
+    layers = attention.layers
     paths = [Path(f"{stem}-layer{index:02d}.png") for index in range(len(layers))]
     for index, (layer, path) in enumerate(zip(layers, paths, strict=True)):
         title = f"{arguments.image.name}, layer {index}"
-        figures.draw_attention(pixels, [layer], from_cls, path, title)
+        figures.draw_attention(pixels, attention._replace(layers=[layer]), path, title)
     console.print(f"{len(paths)} layers, {len(layers[0])} heads each: {paths[0]} to {paths[-1]}")
     return 0

@@ -23,23 +23,21 @@ import torch
 from ..accuracy.accuracy import Error
 from ..accuracy.cases import cases_on
 from ..accuracy.op import Case
-from ..accuracy.plain_vit import worst_error
 from ..accuracy.runner import Result, first_line, quiet_interpreter, run_case
 from ..runtime.backend import INTERPRETED
 from ..runtime.dtypes import DTYPES
 from . import options
 from .console import (
-    ERROR_COLUMNS,
     CommandError,
+    aligned,
     device_name,
-    error_cells,
     finite,
     make_console,
-    make_table,
-    require,
     versions,
 )
 
+HEADER = ("kernel and tensor", "dtype", "max error", "PyTorch's", "limit", "RMS error")
+HEADER += ("PyTorch's", "limit", "")
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
 
 
@@ -48,22 +46,20 @@ def _rows(result: Result, every: bool) -> list[Error]:
     if every or not result.passed:
         return result.errors
     parts = [[e for e in result.errors if e.name.startswith("d") == d] for d in (False, True)]
-    return [worst_error(part) for part in parts if part]
+    return [max(part, key=lambda e: e.share) for part in parts if part]
 
 
-def _table(results: list[Result], every: bool) -> Any:
-    escape, failed = require("rich.markup", "rich").escape, "[red]FAILED[/red]"
-    table = make_table("kernel and tensor", "dtype", figures=ERROR_COLUMNS)
-    table.add_column("")
-    for name in dict.fromkeys(result.name for result in results):
-        table.add_row(f"[bold]{escape(name)}[/bold]")
-        for result in (r for r in results if r.name == name):
-            if result.failure is not None:
-                table.add_row("  [red]raised[/red]", result.dtype, *[""] * 6, failed)
-            for e in _rows(result, every):
-                verdict = "ok" if e.passed else failed
-                table.add_row(f"  {e.name}", result.dtype, *error_cells(e), verdict)
-    return table
+def _table(results: list[Result], every: bool) -> str:
+    lines, names = [HEADER], [r.name for r in results]
+    for result in sorted(results, key=lambda r: names.index(r.name)):
+        if result.failure is not None:
+            lines.append((result.name, result.dtype, *[""] * 6, "FAILED: raised"))
+        for e in _rows(result, every):
+            values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
+            verdict = "ok" if e.passed else "FAILED"
+            cells = [f"{value:.1e}" for value in values]
+            lines.append((f"{result.name}: {e.name}", result.dtype, *cells, verdict))
+    return aligned(lines)
 
 
 def where(device: torch.device) -> str:
@@ -170,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(summary(not failed, len(results), failed, device))
         return int(bool(failed))
-    console.print(_table(results, arguments.all))
+    print(_table(results, arguments.all))
     tensors = sum(len(result.errors) for result in results)
     console.print(
         f"{len(results) - len(failed)} of {len(results)} cases passed ({tensors} outputs and "

@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except (CommandError, OSError) as error:  # a disk that is full, a file that is not there
-        print(f"fastvit-kernels {arguments.command}: {error}", file=sys.stderr)
+        said = str(error).rpartition("CommandError: ")[2].strip()  # a reader's traceback is before
+        print(f"fastvit-kernels {arguments.command}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -20,11 +20,6 @@ from ..runtime.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
-    from ..accuracy.accuracy import Error
-
-ERROR_COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit")
 
 
 class CommandError(Exception):
@@ -68,21 +63,6 @@ def make_console(quiet: bool = False) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, 120)
     return console
-
-
-def make_table(*words: str, figures: Sequence[str]) -> Table:
-    """A rich table with columns of words, then of figures, which stand to the right."""
-    box = require("rich.box", "rich").SIMPLE_HEAD
-    table: Table = require("rich.table", "rich").Table(*words, box=box, padding=(0, 1, 0, 0))
-    for column in figures:
-        table.add_column(column, justify="right")
-    return table
-
-
-def error_cells(e: Error) -> list[str]:
-    """An error's cells below ERROR_COLUMNS."""
-    values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
-    return [f"{value:.1e}" for value in values]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

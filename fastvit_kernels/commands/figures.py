@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models.attention_maps import attention_maps
 from ..models.vit import VisionTransformer
@@ -58,19 +58,28 @@ def draw_confusion(
     _save(figure, path)
 
 
-def head_attention(model: Any, image: Tensor) -> tuple[list[Tensor], bool]:
-    """What each head attends to: (H, rows, columns) of every layer, and whether that is the class
-    token's attention, else the mean over all patches.
+class Attention(NamedTuple):
+    """What each head attends to: (H, rows, columns) of every layer.
 
-    Args:
-        image: (1, channels, height, width), as the model takes it. The patches of another library's
-            model make up a square, and what comes before them begins with the class token.
+    from_cls: whether it is the class token's attention, else the mean over all patches.
+    area: height and width of the pixels without the remainder that fills no patch.
     """
+
+    layers: Sequence[Tensor]
+    from_cls: bool
+    area: tuple[int, int]
+
+
+def head_attention(model: Any, image: Tensor) -> Attention:
+    """Of a model and one image, (1, channels, height, width) as the model takes it. The patches of
+    another library's model make up a square; what comes before them begins with the class token."""
     with refusing("attention maps", ValueError):
         maps = attention_maps(model, image)
-    tokens = maps[0].shape[-1]
+    tokens, (height, width) = maps[0].shape[-1], image.shape[2:]
     if isinstance(model, VisionTransformer):
-        grid, from_cls = model.patch_embed.grid_size, model.cls_token is not None
+        embed = model.patch_embed
+        grid, from_cls = embed.grid_size, model.cls_token is not None
+        height, width = (n * p for n, p in zip(grid, embed.patch_size, strict=True))
     else:
         grid, from_cls = (math.isqrt(tokens),) * 2, math.isqrt(tokens) ** 2 < tokens
     if any(m.shape[0] != 1 or m.shape[-1] != tokens for m in maps):
@@ -79,25 +88,15 @@ def head_attention(model: Any, image: Tensor) -> tuple[list[Tensor], bool]:
         )
     prefix = tokens - math.prod(grid)
     rows = [m[0, :, 0] if from_cls else m[0, :, prefix:].mean(1) for m in maps]
-    return [row[:, prefix:].unflatten(-1, tuple(grid)).cpu() for row in rows], from_cls
+    layers = [row[:, prefix:].unflatten(-1, tuple(grid)).cpu() for row in rows]
+    return Attention(layers, from_cls, (height, width))
 
 
-def patch_area(model: nn.Module, pixels: Tensor) -> Tensor:
-    """The pixels without the remainder that fills no patch."""
-    if isinstance(model, VisionTransformer):
-        embed = model.patch_embed
-        height, width = (n * p for n, p in zip(embed.grid_size, embed.patch_size, strict=True))
-        return pixels[..., :height, :width]
-    return pixels
-
-
-def draw_attention(
-    pixels: Tensor, layers: Sequence[Tensor], from_cls: bool, path: Path, title: str
-) -> None:
+def draw_attention(pixels: Tensor, attention: Attention, path: Path, title: str) -> None:
     """The image, (1 or 3, height, width) from 0 to 1, then each head's attention over it: a row a
     layer, one colour scale for all."""
-    pixels = pixels.float().clamp(0, 1)
-    height, width = pixels.shape[1:]
+    layers, from_cls, (height, width) = attention
+    pixels = pixels[:, :height, :width].float().clamp(0, 1)
     peak = max(float(layer.max()) for layer in layers)
     columns = 1 + max(len(layer) for layer in layers)
     figure = _figure(1.5 * columns + 1.1, 1.6 * len(layers) + 0.8)

@@ -9,7 +9,6 @@ my_models:build                      a callable of your own that gives a model
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import inspect
@@ -25,9 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..accuracy.accuracy import Error
-from ..fuse.swap import swap_in, swap_out
-from ..measure.model_errors import model_errors
+from ..fuse.swap import swap_in
 from ..models.presets import create_vit, preset_names
 from ..models.vit import VisionTransformer
 from ..runtime.compat import define_torchvision_operators
@@ -208,15 +205,6 @@ def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
     image = ops.fit(image, (width, height), pillow.Resampling.BICUBIC)
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(height, width, channels).permute(2, 0, 1) / 255
-
-
-def host_errors(
-    model: nn.Module, images: Tensor, autocast: torch.dtype | None = None
-) -> list[Error]:
-    """Errors of a swapped model's logits and gradients against its host's in float64."""
-    host = copy.deepcopy(model)
-    swap_out(host)
-    return model_errors(host, images, autocast=autocast)
 
 
 def run_step(forward: Callable[[Tensor], Any], images: Tensor, dtype: str, *, train: bool) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from ..accuracy.plain_vit import agreement
 from ..accuracy.runner import quiet_interpreter
 from ..fuse.swap import swap_in
+from ..measure.model_errors import model_errors
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend, get_backend
 from ..runtime.files import write_atomically, write_text
 from ..weights.files import read_pickle
 from . import console, figures, options
 from .console import CommandError, refusing, require
-from .models import build_model, host_errors, input_shape, logits_of, open_image
+from .models import build_model, input_shape, logits_of, open_image
 
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
-DIGITS = dict(model="digits", img_size=8, in_chans=1, epochs=40, batch=64, lr=2e-3)
+DIGITS = dict(model="digits", in_chans=1, epochs=40, batch=64, lr=2e-3)
 FOLDER = dict(model="vit_tiny_patch16_224", in_chans=3, epochs=100, batch=256, lr=1e-3)
 HELD_OUT, WEIGHT_DECAY, SMOOTHING, MAX_NORM = 0.2, 0.05, 0.1, 1.0
+SAY_S = 10.0  # seconds between lines within an epoch
 CHECKPOINT, WEIGHTS, METRICS = "checkpoint.pt", "weights.safetensors", "metrics.csv"
-OPTIONS = ["data", "model", "img_size", "epochs", "batch", "lr", "dtype", "seed", "compile"]
-OPTIONS += ["workers"]
+OPTIONS = "data model img_size epochs batch lr dtype seed compile workers".split()
 Batch = tuple[Tensor, Tensor]  # images as the model takes them, labels
 
 
@@ -69,8 +69,6 @@ def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Nam
         if not Path(arguments.data).is_dir():
             raise CommandError(f"--data {arguments.data} is not a folder")
         config.data = str(Path(arguments.data).resolve())
-    if config.model != "digits" and arguments.img_size is None:
-        config.img_size = None  # the model's own
     with torch.device("meta"):  # says at once that a model is unknown, or not a ViT
         model = build_vit(config, num_classes=2)
     config.img_size = input_shape(model, config.img_size)[1]
@@ -181,21 +179,17 @@ class Folder:
         self.digest = hashlib.sha256(repr(crops.samples).encode()).hexdigest()
 
     def batches(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
-        return self._read(DataLoader(self.train, size, True, generator=generator, **self.workers))
+        return iter(DataLoader(self.train, size, True, generator=generator, **self.workers))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        return self._read(DataLoader(self.held_out, 256, **self.workers))
-
-    def _read(self, batches: DataLoader) -> Iterator[Batch]:
-        try:
-            yield from batches
-        except CommandError as error:  # of a worker: its traceback, then the message
-            raise CommandError(str(error).rpartition("CommandError: ")[2].strip()) from error
+        return iter(DataLoader(self.held_out, 256, **self.workers))
 
 
 def build_vit(config: argparse.Namespace, num_classes: int) -> nn.Module:
     """The model of --model, as its library builds it."""
-    shape = dict(img_size=config.img_size, in_chans=config.in_chans, num_classes=num_classes)
+    shape = dict(in_chans=config.in_chans, num_classes=num_classes)
+    if config.img_size is not None:  # else the model's own
+        shape["img_size"] = config.img_size
     if config.model == "digits":
         with refusing("the small ViT for digits", ValueError):
             return VisionTransformer(**{**DIGITS_VIT, **shape})
@@ -217,9 +211,9 @@ def make_model(config: argparse.Namespace, num_classes: int) -> nn.Module:
         nn.init.trunc_normal_(model.get_parameter("pos_embed"), std=0.3)
     elif not isinstance(model, VisionTransformer):
         image = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
-        with refusing(f"--model {config.model}, images {[*image.shape]}", Exception):
-            with torch.no_grad():
-                found = logits_of(model.eval()(image))
+        said = f"--model {config.model}, images {[*image.shape]}"
+        with refusing(said, Exception), torch.no_grad():
+            found = logits_of(model.eval()(image))
             if found.shape != (1, num_classes):
                 raise ValueError(f"gives {[*found.shape]}, wanted logits [1, {num_classes}]")
         swap_in(model)
@@ -260,9 +254,10 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return logits_of(self.call(images.to(self.device))).float()
 
-    def epoch(self, advance: Callable[[int, float], None]) -> dict[str, float]:
-        """Train for one epoch and evaluate; `advance` gets its number and images/s at each step."""
+    def epoch(self, out: Any) -> None:
+        """Train for one epoch, evaluate, save, say how it went; a long one says how far it is."""
         epoch, started, seen = len(self.history) + 1, time.perf_counter(), 0
+        name, told = f"epoch {epoch:>3}/{self.config.epochs}", started
         loss_sum = torch.zeros((), device=self.device)
         seed = self.config.seed * 1_000_003 + epoch
         torch.manual_seed(seed)  # dropped paths, and crops that no worker draws
@@ -281,14 +276,20 @@ class Run:
             self.optimizer.step()
             loss_sum += loss.detach() * len(labels)
             seen += len(labels)
-            advance(epoch, seen / (time.perf_counter() - started))
+            if (now := time.perf_counter()) - told > SAY_S:
+                share, told = seen / len(self.images.train), now
+                out.print(f"{name}: {share:.0%}, {seen / (now - started):,.0f} images/s")
         row = {"epoch": epoch, "train_loss": loss_sum.item() / seen}  # waits for the device
         row["images_per_s"] = seen / (time.perf_counter() - started)
         row["held_out_loss"], row["held_out_accuracy"], _ = self.evaluate()
         if not all(map(math.isfinite, row.values())):
             raise CommandError(f"the loss of epoch {epoch} is not finite; try a smaller --lr")
         self.history.append(row)
-        return row
+        self.save()
+        out.print(
+            f"{name}: loss {row['train_loss']:.3f}, held-out {row['held_out_loss']:.3f} and "
+            f"{100 * row['held_out_accuracy']:.2f} %, {row['images_per_s']:,.0f} images/s"
+        )
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float, Tensor]:
@@ -322,44 +323,18 @@ def agrees(run: Run, out: Any) -> bool:
     print the errors, and say whether all keep the 2x rule."""
     images = next(run.images.held_out_batches())[0][:2].to(run.device)
     autocast = torch.bfloat16 if run.config.dtype == "bf16" else None
-    compare: Any = agreement if isinstance(run.model, VisionTransformer) else host_errors
     run.model.eval()
     with backend("triton"), quiet_interpreter(), out.status("one batch through the kernels"):
-        logits, *gradients = compare(run.model, images, autocast)
-    table = console.make_table("", figures=console.ERROR_COLUMNS)
-    table.add_row("logits", *console.error_cells(logits))
-    worst = max(gradients, key=lambda error: error.share)
-    table.add_row(f"worst of {len(gradients)} gradients", *console.error_cells(worst))
-    out.print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
-    out.print(table)
+        logits, *gradients = model_errors(run.model, images, autocast=autocast)
     failed = [error for error in (logits, *gradients) if not error.passed]
+    out.print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
+    for error in failed or (logits, max(gradients, key=lambda error: error.share)):
+        out.print(f"  {error}", soft_wrap=True)
     if failed:
-        out.print("\n".join(f"{error} breaks the 2x rule" for error in failed))
-        out.print("Nothing was trained. --no-check trains all the same.")
+        out.print("That breaks the 2x rule. Nothing was trained; --no-check trains all the same.")
     else:
         out.print(f"Logits and all {len(gradients)} gradients agree within twice PyTorch's error.")
     return not failed
-
-
-def train(run: Run, out: Any) -> None:
-    """The epochs that remain, with a progress bar; a checkpoint after each."""
-    rich: Any = require("rich.progress", "rich")
-    epochs, done = run.config.epochs, len(run.history)
-    with rich.Progress(console=out, transient=True, disable=not out.is_terminal) as bar:
-        task = bar.add_task("", total=epochs * run.steps, completed=done * run.steps)
-
-        def advance(epoch: int, speed: float) -> None:
-            bar.update(task, advance=1, description=f"epoch {epoch}, {speed:,.0f} images/s")
-
-        for epoch in range(done + 1, epochs + 1):
-            row = run.epoch(advance)
-            run.save()
-            if epoch % max(1, epochs // 10) == 0 or epoch == 1:
-                out.print(
-                    f"epoch {epoch:>3}/{epochs}: loss {row['train_loss']:.3f}, held-out "
-                    f"{row['held_out_loss']:.3f} and {100 * row['held_out_accuracy']:.2f} %, "
-                    f"{row['images_per_s']:,.0f} images/s"
-                )
 
 
 def report(run: Run, out: Any) -> None:
@@ -376,10 +351,10 @@ def report(run: Run, out: Any) -> None:
     figures.draw_curves(run.history, folder / "curves.png", title)
     figures.draw_confusion(truth, predicted, images.classes, folder / "confusion.png", title)
     image = next(images.held_out_batches())[0][:1].to(run.device)
-    layers, from_cls = figures.head_attention(run.model, image)
-    pixels = figures.patch_area(run.model, image[0].cpu() * images.std + images.mean)
+    attention = figures.head_attention(run.model, image)
+    pixels = image[0].cpu() * images.std + images.mean
     title = f"{title}\nthe first: class {images.classes[truth[0]]}"
-    figures.draw_attention(pixels, layers, from_cls, folder / "attention.png", title)
+    figures.draw_attention(pixels, attention, folder / "attention.png", title)
     out.print(f"Held-out accuracy: [bold]{right}[/bold], loss {loss:.3f}. Written to {folder}")
 
 
@@ -415,7 +390,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         training.save()
         with backend(steps):
-            train(training, out)
+            while len(training.history) < config.epochs:
+                training.epoch(out)
             report(training, out)
     except KeyboardInterrupt:
         out.print(f"Interrupted. Go on with: fastvit-kernels train --resume --out {config.out}")

@@ -1,10 +1,12 @@
-"""A training step of a model and of its swapped copy: outputs and all gradients by the 2x rule."""
+"""A training step of a model through PyTorch and through our kernels: outputs and all gradients by
+the 2x rule."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 
 from ..accuracy.accuracy import Error, Tensors, measure_all
 from ..fuse.select import tensors
-from ..fuse.swap import arguments_of, swap_in
+from ..fuse.swap import arguments_of, swap_in, swap_out
+from ..runtime.backend import backend
 
 
 def copied(x: Any, dtype: torch.dtype) -> Any:
@@ -88,6 +91,12 @@ def errors_beside(
     return measure_all(actual, specification, oracle, dtype, floors)
 
 
+def is_ours(model: nn.Module) -> bool:
+    """Whether it has modules of this package, which run our ops without a swap."""
+    package = __name__.partition(".")[0]
+    return any(type(m).__module__.startswith(f"{package}.models.") for m in model.modules())
+
+
 def model_errors(
     model: nn.Module,
     batch: Any,
@@ -95,24 +104,29 @@ def model_errors(
     autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> list[Error]:
-    """Errors of the swapped model's outputs and gradients against the host's, by the 2x rule.
+    """Errors of a model's outputs and gradients through our ops against PyTorch's, by the 2x rule.
 
-    The oracle is the host in float64, the yardstick the host in the model's own dtype.
+    The oracle is the model as its library runs it, in float64, the yardstick the same in the
+    model's own dtype; of one of ours, its modules on the "torch" backend.
 
     Args:
-        model: a host's model, not swapped; it is copied.
+        model: swapped or not; it is copied.
         batch: a tensor of images, a tuple of arguments, or keyword arguments.
-        swap: what makes the copy ours.
-        autocast: run host and copy under it; its dtype then sets the floor.
+        swap: what makes a host's copy ours.
+        autocast: run both under it; its dtype then sets the floor.
     Raises: AssertionError where one of them has a gradient that the other has not.
     """
     dtype = autocast or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    oracle = run_step(copy.deepcopy(model).double(), batch, seed)
-    swapped = copy.deepcopy(model)
-    swap(swapped)
-    actual = run_step(swapped, batch, seed, autocast)
+    own, plain = is_ours(model), copy.deepcopy(model)
+    swap_out(plain)
 
-    def specification() -> dict[str, Tensor]:
-        return run_step(copy.deepcopy(model), batch, seed, autocast)
+    def by_torch(model: nn.Module, autocast: torch.dtype | None) -> dict[str, Tensor]:
+        with backend("torch") if own else nullcontext():
+            return run_step(model, batch, seed, autocast)
 
-    return errors_beside(actual, specification, oracle, dtype)
+    oracle = by_torch(copy.deepcopy(plain).double(), None)
+    ours = copy.deepcopy(plain)
+    if not own:
+        swap(ours)
+    actual = run_step(ours, batch, seed, autocast)
+    return errors_beside(actual, lambda: by_torch(copy.deepcopy(plain), autocast), oracle, dtype)

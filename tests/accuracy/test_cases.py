@@ -13,7 +13,6 @@ from fastvit_kernels.accuracy.op import (
     SMALL,
     Draw,
     Example,
-    in_precision,
 )
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
@@ -46,15 +45,3 @@ def test_norm_oracle_is_float64():
     for norm in (norms._layer_norm, norms._rms_norm):
         y = norm(x, weight[0], out_dtype=torch.bfloat16)
         assert y.dtype is torch.float64 and not torch.equal(y, y.bfloat16().double())
-
-
-@pytest.mark.parametrize("autocast", [None, torch.float16, torch.bfloat16])
-def test_in_precision_autocast(autocast):
-    def seen(x, y):
-        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), x
-
-    run, x = in_precision(seen, autocast), torch.ones(2)
-    enabled, dtype, _ = run(x=x, y=None)
-    assert enabled == (autocast is not None) and (not enabled or dtype is autocast)
-    for inputs in (dict(x=x.double(), y=None), dict(x=x, y=x.double())):
-        assert not run(**inputs)[0]

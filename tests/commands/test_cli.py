@@ -141,15 +141,6 @@ def test_require_passes_on_an_import_error_of_another_package(monkeypatch, tmp_p
         console.require("needs_another", "needs_another")
 
 
-def test_a_table_has_columns_of_words_then_of_figures():
-    table = console.make_table("case", figures=("us", "share"))
-    assert [(c.header, c.justify) for c in table.columns] == [
-        ("case", "left"),
-        ("us", "right"),
-        ("share", "right"),
-    ]
-
-
 @pytest.fixture
 def photo(tmp_path):
     path = tmp_path / "photo.jpg"
@@ -211,12 +202,13 @@ def test_the_pixels_that_a_named_model_sees(tmp_path, photo, monkeypatch, name, 
     if ":" in name:
         pytest.importorskip("timm")
     model, seen = build_model(name, depth=1), []
+    fake = attention_maps.figures.Attention([torch.ones(3, 14, 14)], True, (224, 224))
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     monkeypatch.setattr(attention_maps.figures, "draw_attention", lambda *words: None)
     monkeypatch.setattr(
         attention_maps.figures,
         "head_attention",
-        lambda model, image: seen.append(image) or ([torch.ones(3, 14, 14)], True),
+        lambda model, image: seen.append(image) or fake,
     )
     words = ["--model", name, "--option", "depth=1", "--out", str(tmp_path / "o")]
     words = ["attention-maps", str(photo), "--weights", str(tmp_path / "weights.pth"), *words]
@@ -281,7 +273,7 @@ def test_each_layer_of_an_image_is_drawn(tmp_path, photo, monkeypatch):
     with backend("torch"):
         maps = fk.attention_maps(model.eval(), (pixels[None] - 0.5) / 0.5)
     assert len(drawn) == 3
-    for index, (image, (layer,), from_cls, path, title) in enumerate(drawn):
+    for index, (image, ((layer,), from_cls, _), path, title) in enumerate(drawn):
         assert from_cls and path.name == f"photo-layer0{index}.png" and f"layer {index}" in title
         assert torch.equal(image, pixels)
         torch.testing.assert_close(layer, maps[index][0, :, 0, 1:].unflatten(-1, (7, 7)))

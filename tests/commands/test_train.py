@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fastvit_kernels import create_vit
-from fastvit_kernels.accuracy import plain_vit
 from fastvit_kernels.commands import cli, train as command
+from fastvit_kernels.measure.model_errors import model_errors
 from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.weights.files import read_pickle
@@ -170,14 +170,14 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path, capsys):
 
 def test_a_broken_kernel_stops_the_training(tmp_path, monkeypatch, capsys):
     def broken(model, images, autocast):
-        errors = plain_vit.agreement(model, images, autocast)
+        errors = model_errors(model, images, autocast=autocast)
         wrong = {**vars(errors[0]), "max": 1.0}
         return [type(errors[0])(**wrong), *errors[1:]]
 
-    monkeypatch.setattr(command, "agreement", broken)
+    monkeypatch.setattr(command, "model_errors", broken)
     assert run("--epochs", 1, "--out", "run") == 1
     out = capsys.readouterr().out
-    assert "breaks the 2x rule" in out and "logits" in out and "Nothing was trained" in out
+    assert "breaks the 2x rule" in out and "out: max 1.0" in out and "Nothing was trained" in out
     assert not (tmp_path / "run" / command.CHECKPOINT).exists()
 
 

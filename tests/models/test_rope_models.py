@@ -22,7 +22,7 @@ from fastvit_kernels import (
     create_vit,
     load_weights,
 )
-from fastvit_kernels.accuracy.plain_vit import agreement
+from fastvit_kernels.measure.model_errors import model_errors
 from fastvit_kernels.models.presets import preset_names
 from fastvit_kernels.models.rope_tables import RotaryEmbedding
 
@@ -126,8 +126,8 @@ def test_attention_hooks(layer):
     assert (out - plain).abs().max() > 1e-2
 
 
-def test_agreement():
-    """What `train` checks first: every option in a ViT written from torch.nn.functional."""
+def test_model_errors_of_every_option():
+    """What `train` checks first, of our own ViT."""
     for arguments in (
         dict(
             _DINOV3,
@@ -140,8 +140,8 @@ def test_agreement():
         dict(qk_norm=True, pos_embed="none", mlp_layer="SwiGLUPacked"),
     ):
         model = randomise(VisionTransformer(**{**SMALL, **arguments, "act_layer": "silu"}))
-        errors = agreement(model, _images(1))
-        assert len(errors) == 1 + len(list(model.parameters()))
+        errors = model_errors(model, _images(1))
+        assert len(errors) == 2 + len(list(model.parameters()))
         assert all(e.passed for e in errors), [str(e) for e in errors if not e.passed]
 
 

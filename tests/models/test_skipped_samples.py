@@ -9,7 +9,7 @@ from numerics import DEVICE, rand
 
 from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
 from fastvit_kernels.accuracy.accuracy import measure_all
-from fastvit_kernels.accuracy.plain_vit import plain_vit
+from fastvit_kernels.accuracy.cases import plain_vit
 from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 

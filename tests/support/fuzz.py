@@ -7,7 +7,7 @@ fuzz_cases.KEPT. Numbers follow from the seed; strides from the name of a layout
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,14 +16,29 @@ from guard import GuardPages, unwatched
 from numerics import DEVICE
 from torch import Tensor
 
-from fastvit_kernels.accuracy.accuracy import Error, Reference
+from fastvit_kernels.accuracy.accuracy import Error, Function, Reference
 from fastvit_kernels.accuracy.cases import OPS
-from fastvit_kernels.accuracy.op import SampleShape, Whole, in_precision
+from fastvit_kernels.accuracy.op import SampleShape, Whole
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.dtypes import DTYPES as FLOATS
 
 DTYPES = {**FLOATS, "bool": torch.bool}
+
+
+def in_precision(function: Function, autocast: torch.dtype | None) -> Function:
+    """function under torch.autocast; on float64 tensors, which are the oracle's, as it is."""
+
+    def run(**inputs: Tensor | None) -> Any:
+        given = [x for x in inputs.values() if isinstance(x, Tensor)]
+        if autocast is None or any(x.dtype is torch.float64 for x in given):
+            context = nullcontext()
+        else:
+            context = torch.autocast(given[0].device.type, autocast)
+        with context:
+            return function(**inputs)
+
+    return run
 
 
 class Layout(NamedTuple):

@@ -24,10 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastvit_kernels as fk
 from fastvit_kernels.accuracy.accuracy import Reference, measure_all
-from fastvit_kernels.accuracy.cases import OPS, check_cases
+from fastvit_kernels.accuracy.cases import OPS, check_cases, plain_vit
 from fastvit_kernels.accuracy.entries.attention import VARLEN_ATTENTION, packed_sizes
 from fastvit_kernels.accuracy.op import SMALL, Case, Draw, Example, Inputs
-from fastvit_kernels.accuracy.plain_vit import plain_vit
 from fastvit_kernels.accuracy.runner import first_line, poisoned
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops.attention import functions
