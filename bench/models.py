@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import MATMUL, Bench, Entry, failed, model_errors
-from bench.ops import BASELINE, SEARCH, VITS
+from bench.ops import BASELINE, SEARCH
 from bench.rows import OK, Row
-from fastvit_kernels import VisionTransformer, backend, swap_in
+from fastvit_kernels import backend
 from fastvit_kernels.accuracy.accuracy import Error, Tensors
-from fastvit_kernels.commands.models import build_model, input_shape
-from fastvit_kernels.fuse.backend import fastvit_kernels
+from fastvit_kernels.commands.models import build_model, input_shape, logits_of
+from fastvit_kernels.measure.compare import Way
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
-from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 VIT = "vit"
+PLAIN = {  # sizes of the plan -> timm's names
+    "Ti": "timm:vit_tiny_patch16_224",
+    "S": "timm:vit_small_patch16_224",
+    "B": "timm:vit_base_patch16_224",
+    "L": "timm:vit_large_patch16_224",
+    "H": "timm:vit_huge_patch14_224",
+}
 NUM_CLASSES = 1000
 TURN_MS = 300.0
 MIN_STEPS, MAX_STEPS = 2, 20
@@ -40,15 +46,17 @@ ALONE = 400e6  # parameters from which ways run one after the other: they do not
 
 @dataclass(frozen=True)
 class Case:
-    """One model, batch and precision. `amp` is fp32 parameters under bf16 autocast."""
+    """One model, batch and precision. `amp` is fp32 parameters under bf16 autocast.
 
-    host: str
+    model: one of PLAIN, or a name for `build_model`. size: of its images; 0 is the model's own.
+    """
+
     model: str
     size: int
     batch: int
     dtype: str = "amp"  # or bf16: parameters, images and optimizer in bf16
     mode: str = "train"  # or infer
-    drop_path: float = 0.0  # timm's, by rates that rise from 0
+    drop_path: float = 0.0  # by rates that rise from 0
     uniform: bool = False  # the same rate in every block
 
     @property
@@ -56,24 +64,23 @@ class Case:
         return torch.bfloat16 if self.dtype == "bf16" else torch.float32
 
     @property
-    def patch(self) -> int:
-        """16, but ViT-H's own 14 at 224; 14 does not divide 384 or 512."""
-        return 14 if self.model == "H" and self.size == 224 else 16
-
-    @property
     def image(self) -> tuple[int, int, int]:
         """Channels, height, width."""
-        return 3, self.size, self.size
+        return input_shape(on_meta(self))
 
     @property
     def tokens(self) -> int:
-        return (self.size // self.patch) ** 2 + 1
+        """As if a patch had 16 x 16 pixels."""
+        return math.prod(max(1, n // 16) for n in self.image[1:])
 
     @property
     def id(self) -> str:
+        _, height, width = self.image
+        side = f"{height}" if height == width else f"{height}x{width}"
+        name = f"timm-ViT-{self.model}" if self.model in PLAIN else self.model
         drop = f"-drop{self.drop_path:g}" if self.drop_path else ""
         drop += "-uniform" if self.uniform else ""
-        return f"{self.host}-ViT-{self.model}-{self.size}-B{self.batch}{drop}"
+        return f"{name}-{side}-B{self.batch}{drop}"
 
     @property
     def trains(self) -> bool:
@@ -92,26 +99,6 @@ class Case:
         return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
 
 
-@dataclass(frozen=True)
-class NamedCase(Case):
-    """A case whose `model` is a name for `build_model`; `size` 0 is the model's own."""
-
-    @property
-    def image(self) -> tuple[int, int, int]:
-        return input_shape(on_meta(self))
-
-    @property
-    def tokens(self) -> int:
-        """As if a patch had 16 x 16 pixels."""
-        return math.prod(max(1, n // 16) for n in self.image[1:])
-
-    @property
-    def id(self) -> str:
-        _, height, width = self.image
-        side = f"{height}" if height == width else f"{height}x{width}"
-        return f"{self.model}-{side}-B{self.batch}"
-
-
 @functools.lru_cache(maxsize=4)
 def on_meta(case: Case) -> nn.Module:
     return build(case, torch.device("meta")).eval()
@@ -119,60 +106,20 @@ def on_meta(case: Case) -> nn.Module:
 
 def build(case: Case, device: torch.device) -> nn.Module:
     """The host's model with random weights, the same at every call; a GPU draws them itself."""
-    define_torchvision_operators()  # timm and transformers import torchvision too
+    drop = {"drop_path_rate": case.drop_path} if case.drop_path else {}
+    name, size = PLAIN.get(case.model, case.model), case.size or None
     torch.manual_seed(0)
     with device:
-        if isinstance(case, NamedCase):
-            return build_model(case.model, num_classes=NUM_CLASSES, img_size=case.size or None)
-        return _vit(case, *VITS[case.model])
+        model: Any = build_model(name, num_classes=NUM_CLASSES, img_size=size, **drop)
+    if case.uniform:
+        from timm.layers import DropPath
 
-
-def _vit(case: Case, C: int, depth: int, H: int, mlp: int) -> nn.Module:
-    from timm.layers import DropPath
-    from timm.models.vision_transformer import VisionTransformer
-
-    model = VisionTransformer(
-        img_size=case.size,
-        patch_size=case.patch,
-        embed_dim=C,
-        depth=depth,
-        num_heads=H,
-        mlp_ratio=mlp / C,
-        num_classes=NUM_CLASSES,
-        drop_path_rate=case.drop_path,
-    )
-    blocks: Any = model.blocks
-    for block in blocks if case.uniform else ():
-        block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
+        for block in model.blocks:
+            block.drop_path1, block.drop_path2 = (DropPath(case.drop_path) for _ in "12")
     return model
 
 
 # --- ways to run a model
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a model is run.
-
-    Attributes:
-        swapped: after swap_in, with `options`.
-        backend: torch.compile with ours, in `compile_mode`.
-        compile_mode: torch.compile's; None: not compiled.
-        graph: the step as a CUDA graph.
-    """
-
-    swapped: bool = False
-    backend: bool = False
-    compile_mode: str | None = None
-    graph: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def ours(self) -> bool:
-        return self.swapped or self.backend
-
-    def context(self) -> AbstractContextManager[Any]:
-        return backend("triton") if self.ours else nullcontext()
 
 
 EAGER_GRAPH = "eager+graph"  # what a graph of ours is held against
@@ -181,14 +128,18 @@ WAYS = {
     EAGER_GRAPH: Way(graph=True),
     "swapped": Way(swapped=True),
     "swapped+graph": Way(swapped=True, graph=True),
-    "compile": Way(compile_mode="default"),
-    "backend": Way(backend=True, compile_mode="default"),
-    "backend+graphs": Way(backend=True, compile_mode="reduce-overhead"),
-    SEARCH: Way(compile_mode="max-autotune"),
+    "compile": Way(compiler="inductor"),
+    "backend": Way(compiler="fastvit_kernels"),
+    "backend+graphs": Way(compiler="fastvit_kernels", mode="reduce-overhead"),
+    SEARCH: Way(compiler="inductor", mode="max-autotune"),
     "swapped-low": Way(swapped=True, options={"memory": "low"}),
     "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
     "swapped-skip+graph": Way(swapped=True, graph=True, options={"drop_path": "skip"}),
 }
+
+
+def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    return functools.partial(backend, "triton") if WAYS[name].ours else nullcontext
 
 
 class Runner:
@@ -197,15 +148,7 @@ class Runner:
     def __init__(self, case: Case, way: Way, device: torch.device):
         self.case, self.way = case, way
         self.model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
-        self.is_own = isinstance(self.model, VisionTransformer)  # needs no swap, nor takes one
-        if way.swapped and not self.is_own:
-            swap_in(self.model, **way.options)
-        self.forward: Callable[..., Any] = self.model
-        if way.compile_mode is not None:
-            compiler: Any = fastvit_kernels if way.backend and not self.is_own else "inductor"
-            self.forward = torch.compile(
-                self.model, backend=compiler, mode=way.compile_mode, dynamic=False
-            )
+        self.forward = way.apply(self.model)
         self.parameters = list(self.model.parameters())
         drawn: dict[str, Any] = dict(
             generator=torch.Generator(device).manual_seed(1), device=device
@@ -219,13 +162,8 @@ class Runner:
 
     def logits(self) -> Tensor:
         amp = self.case.dtype == "amp"
-        plain = self.is_own and not self.way.ours
-        with (
-            torch.autocast(self.images.device.type, torch.bfloat16) if amp else nullcontext(),
-            backend("torch") if plain else nullcontext(),
-        ):
-            out = self.forward(self.images)
-        return out if isinstance(out, Tensor) else out.logits
+        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=amp):
+            return logits_of(self.forward(self.images))
 
     def loss(self) -> Tensor:
         return F.cross_entropy(self.logits().float(), self.labels)
@@ -310,8 +248,7 @@ class Oracle:
         pairs = zip(eager.images.split(rows), self.upstream.split(rows), strict=True)
         with torch.set_grad_enabled(case.trains):
             for images, upstream in pairs:
-                out = model(images.double())
-                out = out if isinstance(out, Tensor) else out.logits
+                out = logits_of(model(images.double()))
                 if case.trains:
                     out.backward(upstream.double())
                 logits.append(out.detach())
@@ -351,7 +288,7 @@ def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> N
         entry.warm_up(timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
         # A graph's memory is taken when it is captured, once for all replays; those of Inductor's
         # modes keep theirs in a pool of its own.
-        if way.graph or way.compile_mode in ("max-autotune", "reduce-overhead"):
+        if way.graph or way.mode in ("max-autotune", "reduce-overhead"):
             entry.peak_mib = entry.kept_mib = None
             return
         if entry.peak_mib is not None:
@@ -363,7 +300,7 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
     """Rows of the named ways, the baseline's first; it is measured whether it is named or not, and
     as a graph if another is one."""
     names = [BASELINE, *names, *(EAGER_GRAPH for n in names if WAYS[n].graph)]
-    entries = [Entry(n, lambda: None, WAYS[n].context) for n in WAYS if n in names]
+    entries = [Entry(n, lambda: None, context_of(n)) for n in WAYS if n in names]
     oracle: Oracle | None = None
     try:
         oracle = None if case.drop_path else Oracle(case, bench.device)
@@ -389,7 +326,7 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
 def _measure_group(
     case: Case, group: list[Entry], oracle: Oracle | None, bench: Bench
 ) -> Iterator[Row]:
-    if any(WAYS[entry.name].compile_mode is not None for entry in group):
+    if any(WAYS[entry.name].compiler is not None for entry in group):
         torch.compiler.reset()  # once: a second would throw away what the group has compiled
     for entry in group:
         _warm_up(entry, case, oracle, bench)

@@ -54,14 +54,14 @@ SDPA = {
 BASELINE, SEARCH = "eager", "compile-max-autotune"
 EPS = 1e-6
 
-# width C, depth, heads H, MLP width F. arXiv:2010.11929, arXiv:2012.12877; g: arXiv:2106.04560
+# width C, heads H, MLP width F. arXiv:2010.11929, arXiv:2012.12877; g: arXiv:2106.04560
 VITS = {
-    "Ti": (192, 12, 3, 768),
-    "S": (384, 12, 6, 1536),
-    "B": (768, 12, 12, 3072),
-    "L": (1024, 24, 16, 4096),
-    "H": (1280, 32, 16, 5120),
-    "g": (1408, 40, 16, 6144),
+    "Ti": (192, 3, 768),
+    "S": (384, 6, 1536),
+    "B": (768, 12, 3072),
+    "L": (1024, 16, 4096),
+    "H": (1280, 16, 5120),
+    "g": (1408, 16, 6144),
 }
 # Tower -> T, C, H, F, how the weights of its gated_mlp lie. timm 1.0.31, transformers 5.23.
 TOWERS = {
@@ -123,7 +123,7 @@ def batch(T: int) -> int:
 def vit(model: str, size: int = 224) -> Shape:
     """The shape inside a ViT on size x size images, with a class token. Patches are 16 x 16, but
     14 x 14 for H and g and at 518 (DINOv2)."""
-    C, _, H, F = VITS[model]
+    C, H, F = VITS[model]
     patch = 14 if model in ("H", "g") or size == 518 else 16
     side = size // patch
     T = side * side + 1
@@ -137,7 +137,7 @@ def vits() -> Iterator[Shape]:
 
 
 def token_sweep() -> Iterator[Shape]:
-    C, _, H, F = VITS["B"]
+    C, H, F = VITS["B"]
     return (Shape("sweep-T", batch(T), T, C, H, F) for T in T_SWEEP)
 
 
@@ -167,7 +167,7 @@ def gated_mlp_shapes() -> Iterator[Shape]:
 def rope_shapes() -> Iterator[Shape]:
     for T in PREFIX:
         for model in "BLS":
-            C, _, H, width = VITS[model]
+            C, H, width = VITS[model]
             for variant in ("", INTERLEAVED, NORMED):
                 yield Shape(f"ViT-{model}", batch(T), T, C, H, width, variant=variant)
     yield replace(vit("B"), variant=LEARNT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,10 +18,10 @@ from typing import Any
 
 from bench import models
 from bench.measure import COPY, SETTLED, Bench, measure_op
-from bench.models import EAGER_GRAPH, VIT, WAYS, Case, NamedCase
+from bench.models import EAGER_GRAPH, VIT, WAYS, Case
 from bench.ops import BASELINE, MODES, OPS, SEARCH, Op, Provider, Shape, has_part, shape_of
 from bench.rows import FAILED, OK, ROOF, Key, Row, least
-from fastvit_kernels.commands.console import CommandError, aligned
+from fastvit_kernels.commands.console import aligned, refusing
 
 WHOLE = ("vit",)
 CUT_SHORT = 3  # exit status of a command that its time has cut short
@@ -110,9 +111,20 @@ def _op_tasks(op: Op, wanted: Wanted) -> Iterator[Task]:
 # --- whole models
 
 
-def vit_cases() -> Iterator[tuple[int, float, Case]]:
-    """(tier, factor of the guessed seconds, case)."""
-    base = Case("timm", "B", 224, 128)
+def vit_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
+    """(tier, factor of the guessed seconds, case): the plan's, or those of the model that was asked
+    for by name, which by default trains under autocast.
+
+    Raises: CommandError for a name or a size that cannot be had.
+    """
+    if wanted.model:
+        for dtype, mode in itertools.product(wanted.dtypes or ("amp",), wanted.modes or ("train",)):
+            case = Case(wanted.model, wanted.img_size, wanted.batch, dtype, mode)
+            with refusing(f"--model {wanted.model}", RuntimeError):
+                _ = case.flops  # a forward without weights
+            yield 0, 1.0, case
+        return
+    base = Case("B", 224, 128)
     for tier, factor, changes in (
         (0, 1.0, {}),
         (1, 0.6, dict(mode="infer")),
@@ -125,24 +137,6 @@ def vit_cases() -> Iterator[tuple[int, float, Case]]:
         *((3, 1.0, dict(batch=n)) for n in (32, 64, 256, 512)),
     ):
         yield tier, factor, replace(base, **changes)
-
-
-def named_cases(wanted: Wanted) -> Iterator[tuple[int, float, Case]]:
-    """`vit_cases` of the model that was asked for by name; by default it trains under autocast.
-
-    Raises: CommandError for a name or a size that cannot be had.
-    """
-    host, colon, _ = wanted.model.partition(":")
-    for dtype in wanted.dtypes or ("amp",):
-        for mode in wanted.modes or ("train",):
-            case = NamedCase(
-                host if colon else "", wanted.model, wanted.img_size, wanted.batch, dtype, mode
-            )
-            try:
-                _ = case.flops  # a forward without weights
-            except RuntimeError as error:
-                raise CommandError(f"--model {wanted.model}: {error}") from error
-            yield 0, 1.0, case
 
 
 # (later by so many tiers, guessed seconds for ViT-B, ways)
@@ -165,9 +159,9 @@ def _vit_keys(case: Case, names: Iterable[str]) -> tuple[Key, ...]:
 
 
 def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
-    for tier, factor, case in named_cases(wanted) if wanted.model else vit_cases():
-        if not wanted.model and not _has_timm(wanted):
-            break
+    if not wanted.model and not _has_timm(wanted):
+        return
+    for tier, factor, case in vit_cases(wanted):
         asked, title = wanted.case(case.id, case.dtype, case.mode), f"{case.dtype} {case.mode}"
         for later, seconds, names in _VIT_GROUPS:
             keys = _vit_keys(case, (n for n in names if asked and wanted.provider(n)))
@@ -480,7 +474,7 @@ def targets(parts: Sequence[str] = ()) -> list[Task]:
 
     parts_of = dict(zip(tokens, of_tokens(tokens), strict=True))
     attention = {T: of("attention", part) for T, part in parts_of.items()}
-    base = Case("timm", "B", 224, 256)
+    base = Case("B", 224, 256)
     skips = replace(base, model="L", batch=64, drop_path=0.4)
     every = (BASELINE, *GRAPHS, SEARCH)
     uniform, norms = replace(skips, uniform=True), [of("layer_norm"), of("rms_norm")]
@@ -498,7 +492,7 @@ def targets(parts: Sequence[str] = ()) -> list[Task]:
         # These turns are the last of eager and ours: all goals' ratios are of them.
         *vit(base, (SEARCH,), (*PLAIN[1:4], "backend", "backend+graphs")),
         *compiled(searches=True),
-        *vit(NamedCase("timm", DINOV3, 224, 128), every),
+        *vit(Case(DINOV3, 224, 128), every),
         *vit(replace(base, model="S"), every),
         *vit(replace(base, model="Ti", batch=512), every),
     ]

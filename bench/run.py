@@ -21,7 +21,7 @@ import torch
 
 from bench import plan, report
 from bench.measure import Bench, Roofs, measure_roof, planned_roofs
-from bench.plan import CUT_SHORT, Task, Wanted, named_cases, tasks
+from bench.plan import CUT_SHORT, Task, Wanted, tasks
 from bench.rows import OK, Results, bad_rows
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, term_interrupts
@@ -154,8 +154,6 @@ def run(
     clock = Clock(arguments.time_budget, started)
     if clock.budget is not None:
         clock.budget = max(1.0, clock.budget - RESERVE)
-    if wanted.model:
-        list(named_cases(wanted))  # a mistake is said before anything is measured
     targets = arguments.command == "targets"
     found = plan.targets(wanted.shapes) if targets else tasks(wanted)
     results = Results(arguments.out, arguments.resume)

@@ -193,7 +193,7 @@ class Rehearsed(FakeTimer):
 def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys):
     """All but the GPU is real: tasks, gate, turns, rows, verdicts, a resume after a lost device."""
     pytest.importorskip("timm")
-    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    case = Case("tiny", 16, 2, "bf16", "infer")
     found = [plan.op_target(OPS[op], TINY, ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
     found.append(plan.vit_target(case, ("eager", "swapped"), (), 5.0))
     monkeypatch.setattr(plan, "targets", lambda shapes: found)

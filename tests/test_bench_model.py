@@ -19,7 +19,7 @@ from bench_stand_ins import (
 from bench import models as bench_models
 from bench.__main__ import main
 from bench.measure import Entry, model_errors, overall
-from bench.models import WAYS, Case, NamedCase, Runner, Way, build
+from bench.models import WAYS, Case, Runner, Way, build
 from bench.plan import Wanted, tasks
 from bench.rows import (
     FAILED,
@@ -28,6 +28,7 @@ from bench.rows import (
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.accuracy.accuracy import measure
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.measure import compare
 from fastvit_kernels.measure.turns import ROUNDS
 
 
@@ -54,7 +55,7 @@ def test_one_model_takes_the_place_of_the_plans():
 def test_names_of_timm_take_an_image_size():
     pytest.importorskip("timm")
     name = "timm:vit_tiny_patch16_224"
-    case = NamedCase("timm", name, 32, 2)
+    case = Case(name, 32, 2)
     assert (case.id, case.image, case.tokens) == (f"{name}-32-B2", (3, 32, 32), 4)
     C, T, depth = 192, 5, 12
     block = 2 * T * C * (4 * C + 8 * C) + 4 * T * T * C
@@ -96,7 +97,7 @@ def _config(folder):
 
 def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
     pytest.importorskip("transformers")
-    case = NamedCase("hf", _config(tmp_path), 0, 2, "bf16", "train")
+    case = Case(_config(tmp_path), 0, 2, "bf16", "train")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
     assert [(r.provider, r.status, r.note) for r in rows] == [
         ("eager", OK, ""),
@@ -107,9 +108,9 @@ def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_our_own_model_is_held_against_its_pytorch_path(monkeypatch, swapped):
-    runner = Runner(NamedCase("", "vit_mnist", 8, 1, "bf16", "infer"), Way(swapped=swapped), CPU)
+    runner = Runner(Case("vit_mnist", 8, 1, "bf16", "infer"), Way(swapped=swapped), CPU)
     seen = []
-    monkeypatch.setattr(runner, "forward", lambda images: seen.append(get_backend()) or images)
+    monkeypatch.setattr(runner.model, "forward", lambda x: seen.append(get_backend()) or x)
     runner.step()
     assert seen == ["auto" if swapped else "torch"] and get_backend() == "auto"
 
@@ -120,7 +121,7 @@ def test_our_own_model_is_held_against_its_pytorch_path(monkeypatch, swapped):
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_whole_models_run_and_pass_the_gate(mode):
     pytest.importorskip("timm")
-    case = Case("timm", "tiny", 16, 2, "bf16", mode)
+    case = Case("tiny", 16, 2, "bf16", mode)
     names = ("swapped", "swapped+graph") if mode == "train" else ("swapped",)
     rows = list(bench_models.measure_vit(case, names, bench()))
     graphs = ("eager+graph",) if mode == "train" else ()  # what a graph is held against
@@ -159,7 +160,7 @@ def test_a_graph_is_held_against_a_graph(monkeypatch):
     pytest.importorskip("timm")
     timer = ByWay(eager=8.0, eager_graph=4.0, swapped=4.0, swapped_graph=2.0)
     timer.work = work = bench(timer)
-    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    case = Case("tiny", 16, 2, "bf16", "infer")
     rows = bench_models.measure_vit(case, ("swapped", "swapped+graph"), work)
     assert {r.provider: r.speedup for r in rows} == {
         "eager": 1.0,
@@ -173,15 +174,15 @@ def test_what_is_compared_takes_turns(monkeypatch):
     """The clock of one that ran minutes later may be another; but several H do not fit."""
     pytest.importorskip("timm")
     monkeypatch.setattr(bench_models, "_warm_up", lambda entry, *_: None)
-    dinov3 = NamedCase("timm", "timm:vit_base_patch16_dinov3", 32, 2, drop_path=0.4)
-    for case in (Case("timm", "L", 16, 2, drop_path=0.4), dinov3):
+    dinov3 = Case("timm:vit_base_patch16_dinov3", 32, 2, drop_path=0.4)
+    for case in (Case("L", 16, 2, drop_path=0.4), dinov3):
         timer = ByWay()
         timer.work = work = bench(timer)
         list(bench_models.measure_vit(case, ("swapped",), work))
         assert timer.turns == ["eager", "swapped"] * ROUNDS
     timer = ByWay()
     timer.work = work = bench(timer)
-    list(bench_models.measure_vit(Case("timm", "H", 28, 2, drop_path=0.4), ("swapped",), work))
+    list(bench_models.measure_vit(Case("H", 28, 2, drop_path=0.4), ("swapped",), work))
     assert timer.turns == ["eager"] * ROUNDS + ["swapped"] * ROUNDS
 
 
@@ -199,7 +200,7 @@ def test_models_that_are_measured_alone_leave_their_memory(monkeypatch):
 
     monkeypatch.setattr(bench_models, "Runner", Counted)
     monkeypatch.setattr(bench_models, "ALONE", 0)
-    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    case = Case("tiny", 16, 2, "bf16", "infer")
     rows = list(bench_models.measure_vit(case, ("swapped", "swapped+graph"), bench()))
     assert {r.status for r in rows} == {OK} and most == [0] * (1 + len(rows))  # the oracle's first
 
@@ -215,7 +216,7 @@ def test_a_graph_has_the_gradients_and_adamw_comes_after_it():
             replay = super().capture(step)
             return lambda: (calls.append("replay"), replay())
 
-    runner = Runner(Case("timm", "tiny", 16, 2, "bf16"), WAYS["swapped+graph"], CPU)
+    runner = Runner(Case("tiny", 16, 2, "bf16"), WAYS["swapped+graph"], CPU)
     adamw = runner.optimizer.step
     runner.optimizer.step = lambda: (calls.append("AdamW"), adamw())
     step = runner.captured(Noting())
@@ -233,7 +234,7 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
         def memory_mib(self, run):
             return 3.0, 2.0 if run().requires_grad else 0.0
 
-    case = Case("timm", "tiny", 16, 2, "bf16")
+    case = Case("tiny", 16, 2, "bf16")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench(Kept())))
     assert [r.kept_mib for r in rows] == [2.0, 2.0]
 
@@ -241,7 +242,7 @@ def test_what_is_kept_is_that_of_a_forward_with_its_graph():
 @pytest.mark.parametrize(("dtype", "low"), [("amp", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(dtype, low):
     pytest.importorskip("timm")
-    case = Case("timm", "tiny", 16, 2, dtype)
+    case = Case("tiny", 16, 2, dtype)
     runner, oracle = Runner(case, Way(), CPU), bench_models.Oracle(case, CPU)
     assert {x.dtype for x in (*runner.parameters, runner.images)} == {low}
     assert runner.logits().dtype == torch.bfloat16
@@ -271,7 +272,7 @@ def test_the_vector_of_all_gradients_is_judged_as_one_tensor():
 def test_no_gradient_of_a_host_is_nothing():
     """Of a head of zeros every other gradient would be right."""
     pytest.importorskip("timm")
-    runner = Runner(Case("timm", "tiny", 16, 2, "bf16"), Way(), CPU)
+    runner = Runner(Case("tiny", 16, 2, "bf16"), Way(), CPU)
     logits, *grads = runner.results(torch.randn(2, 1000)).values()
     assert logits.shape == (2, 1000)
     assert len(grads) == len(runner.parameters) and all(g.abs().max() > 0 for g in grads)
@@ -284,23 +285,23 @@ def test_the_gate_of_whole_models_closes(monkeypatch):
         with torch.no_grad():
             model.blocks[0].mlp.fc1.weight.mul_(1.5)
 
-    monkeypatch.setattr("bench.models.swap_in", spoiled)
-    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    monkeypatch.setattr(compare, "swap_in", spoiled)
+    case = Case("tiny", 16, 2, "bf16", "infer")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
     assert rows[1].status == FAILED and rows[1].speedup is None
 
 
 def _spoiled(monkeypatch, spoil):
     """The status and note of "swapped" where `spoil` has had the swapped model."""
-    swap_in = bench_models.swap_in
+    swap_in = compare.swap_in
 
     def swapped(model, **options):
         report = swap_in(model, **options)
         spoil(model)
         return report
 
-    monkeypatch.setattr(bench_models, "swap_in", swapped)
-    case = Case("timm", "tiny", 16, 2, "bf16", "train")
+    monkeypatch.setattr(compare, "swap_in", swapped)
+    case = Case("tiny", 16, 2, "bf16", "train")
     row = list(bench_models.measure_vit(case, ("swapped",), bench()))[1]
     return row.status, row.note, row.speedup
 
@@ -334,7 +335,7 @@ def test_a_swapped_model_that_runs_its_host_is_refused(monkeypatch):
 def test_a_step_of_training_trains(name):
     """Every way: forward, loss, backward, and the optimizer."""
     pytest.importorskip("timm")
-    runner = Runner(Case("timm", "tiny", 16, 2, "bf16"), WAYS[name], CPU)
+    runner = Runner(Case("tiny", 16, 2, "bf16"), WAYS[name], CPU)
     runner.optimizer.param_groups[0]["lr"] = 1e-2  # for bf16 to show
     before = [p.detach().clone() for p in runner.parameters]
     loss = runner.step()
@@ -348,7 +349,7 @@ def test_a_step_of_training_trains(name):
 
 def test_a_step_of_inference_trains_nothing():
     pytest.importorskip("timm")
-    runner = Runner(Case("timm", "tiny", 16, 2, "bf16", "infer"), WAYS["swapped"], CPU)
+    runner = Runner(Case("tiny", 16, 2, "bf16", "infer"), WAYS["swapped"], CPU)
     before = [p.detach().clone() for p in runner.parameters]
     assert not runner.step().requires_grad and not runner.model.training
     assert all(map(torch.equal, runner.parameters, before))
@@ -363,7 +364,7 @@ def test_a_graph_is_judged_by_what_its_replay_writes():
             super().capture(step)
             return lambda: None
 
-    case = Case("timm", "tiny", 16, 2, "bf16", "infer")
+    case = Case("tiny", 16, 2, "bf16", "infer")
     rows = {
         r.provider: r for r in bench_models.measure_vit(case, ("swapped+graph",), bench(Empty()))
     }
@@ -375,7 +376,7 @@ def test_a_graph_is_judged_by_what_its_replay_writes():
 
 def test_dropped_samples_are_measured_without_the_gate():
     pytest.importorskip("timm")
-    case = Case("timm", "tiny", 16, 2, "bf16", drop_path=0.4)
+    case = Case("tiny", 16, 2, "bf16", drop_path=0.4)
     rows = list(bench_models.measure_vit(case, ("swapped", "swapped-skip"), bench()))
     assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 3
     assert all(r.ms == 1.0 and r.speedup is None for r in rows)
@@ -386,9 +387,9 @@ def test_dropped_samples_are_measured_without_the_gate():
 
 def test_models_are_drawn_on_their_device():
     pytest.importorskip("timm")
-    model = build(Case("timm", "tiny", 16, 2), torch.device("meta"))
+    model = build(Case("tiny", 16, 2), torch.device("meta"))
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    first, second = (build(Case("timm", "tiny", 16, 2), CPU).state_dict() for _ in range(2))
+    first, second = (build(Case("tiny", 16, 2), CPU).state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -397,6 +398,6 @@ def test_a_group_of_models_resets_the_compiler_once(monkeypatch):
     monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
     monkeypatch.setattr(bench_models, "_warm_up", lambda entry, *_: None)
     entries = [Entry(name, lambda: None) for name in WAYS]
-    list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries, None, bench()))
-    list(bench_models._measure_group(Case("timm", "tiny", 16, 2), entries[:1], None, bench()))
+    list(bench_models._measure_group(Case("tiny", 16, 2), entries, None, bench()))
+    list(bench_models._measure_group(Case("tiny", 16, 2), entries[:1], None, bench()))
     assert len(resets) == 1

@@ -41,7 +41,7 @@ def synthetic(factor: float = 1.0) -> list[Row]:
                     )
                     rows.append(measure.with_rates(row, op, shape, measure.Roofs.of(rows[:2])))
     for j, model in enumerate("SBL"):
-        case = Case("timm", model, 224, 128)
+        case = Case(model, 224, 128)
         for i, provider in enumerate(WAYS):
             row = models.row_of(case, provider)
             rows.append(

@@ -12,7 +12,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,18 +39,42 @@ class Way:
     """How a model is run.
 
     Attributes:
-        swapped: after swap_in.
+        swapped: after swap_in, with `options`.
         compiler: of torch.compile, "inductor" or "fastvit_kernels"; None: not compiled.
         mode: of torch.compile.
+        graph: the step as a CUDA graph; of bench alone.
     """
 
     swapped: bool = False
     compiler: str | None = None
     mode: str | None = None
+    graph: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
         return self.swapped or self.compiler == "fastvit_kernels"
+
+    def apply(self, model: nn.Module) -> Callable[..., Any]:
+        """Make a model run so, in place. Returns: what to call. In ways that are not ours PyTorch
+        runs our modules, as it runs a host's."""
+        own, forward = is_ours(model), model
+        swap_out(model)
+        if self.swapped and not own:
+            swap_in(model, **self.options)
+        if self.compiler is not None:
+            from ..fuse.backend import fastvit_kernels
+
+            compiler: Any = "inductor" if own or not self.ours else fastvit_kernels
+            forward = torch.compile(model, backend=compiler, mode=self.mode, dynamic=False)
+        if self.ours or not own:
+            return forward
+
+        def by_torch(*args: Any, **kwargs: Any) -> Any:
+            with backend("torch"):
+                return forward(*args, **kwargs)
+
+        return by_torch
 
 
 EAGER = "eager"
@@ -84,27 +107,14 @@ class Runner:
         self.device = next(self.model.parameters()).device
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.trains = self.model.training and bool(parameters)
-        own = is_ours(self.model)
-        self.plain = own and not way.ours  # PyTorch runs our modules as it runs a host's
-        swap_out(self.model)
-        if way.swapped and not own:
-            swap_in(self.model)
-        self.forward: Any = self.model
-        if way.compiler is not None:
-            from ..fuse.backend import fastvit_kernels
-
-            compiler = "inductor" if own or not way.ours else fastvit_kernels
-            self.forward = torch.compile(self.model, backend=compiler, mode=way.mode, dynamic=False)
+        self.forward = way.apply(self.model)
         if self.trains:
             fused = self.device.type == "cuda"
             self.optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
 
     def loss(self) -> Tensor:
         """The callable's; else the mean square of the outputs."""
-        with (
-            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
-            backend("torch") if self.plain else nullcontext(),
-        ):
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             if callable(self.batch) and not isinstance(self.batch, Tensor):
                 found = self.batch(self.forward)
             else:
