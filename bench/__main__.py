@@ -56,14 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
     whole = () if name in OPS else ("train", "infer")
     parser.add_argument("--mode", action="append", choices=(*MODES, *whole))
-    for mode in whole:
-        parser.add_argument(
-            f"--{mode}",
-            dest="mode",
-            action="append_const",
-            const=mode,
-            help=f"the same as --mode {mode}",
-        )
     amp = "amp: fp32 parameters under bf16 autocast; else of all tensors"
     options.add(parser, "--dtype", choices=("amp", *DTYPES), action="append", help=amp)
     parser.add_argument("--provider", action="append", help="may be given several times")

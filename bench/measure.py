@@ -322,7 +322,6 @@ def _compare(
     specification: Function, inputs: Inputs, entries: list[Entry], bench: Bench
 ) -> Sequence[Tensor]:
     """Judge everybody by the 2x rule. Returns: the upstream gradients of the timed backwards."""
-
     alive = [entry for entry in entries if entry.is_alive]
     try:
         reference = Reference(specification, inputs)

@@ -320,11 +320,6 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_modes_have_names_and_flags():
-    parse = build_parser().parse_args
-    assert parse(["vit", "--train", "--infer", "--mode", "fwd"]).mode == ["train", "infer", "fwd"]
-
-
 def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from torch import nn
 
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli
-from fastvit_kernels.measure import compare as module
+from fastvit_kernels.measure import compare as module, model_errors as errors_module
 from fastvit_kernels.measure.comparison import Comparison, Row
 from fastvit_kernels.measure.gate import FAILED
 from fastvit_kernels.measure.model_errors import model_errors
@@ -157,3 +157,18 @@ def test_status_says_host_bound(monkeypatch):
         model = Mlp()
         fk.swap_in(model, measure=torch.randn(2, 5, 16))
         assert ("use mode='reduce-overhead'" in str(fk.status(model))) == said
+
+
+def test_own_modules_are_held_against_pytorch(monkeypatch):
+    """Oracle and yardstick run our modules by PyTorch, whatever the backend of the user."""
+    backends, step = [], errors_module.run_step
+
+    def seen(*given):
+        backends.append(fk.get_backend())
+        return step(*given)
+
+    monkeypatch.setattr(errors_module, "run_step", seen)
+    model = fk.create_vit("vit_mnist", embed_dim=16, num_heads=2, depth=1).eval()
+    with fk.backend("triton"):
+        errors = model_errors(model, torch.randn(1, 1, 28, 28))
+    assert backends == ["torch", "triton", "torch"] and all(e.passed for e in errors)

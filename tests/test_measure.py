@@ -11,11 +11,9 @@ from stand_in_gpu import Gpu
 from fastvit_kernels.measure import timer
 from fastvit_kernels.measure.gate import ERROR, FAILED, OK, judging
 from fastvit_kernels.measure.timer import (
-    MIB,
     DeviceLost,
     Step,
     Timer,
-    cold_bytes,
     microseconds,
 )
 from fastvit_kernels.measure.turns import Contender, alternate, beats, time_together
@@ -31,7 +29,7 @@ def test_timer_sample_cold_cache(gpu):
         gpu.calls.clear()
         assert gpu.timer.sample(lambda: gpu.calls.append("run"), 2, flush) == [2.0, 2.0]
         assert gpu.calls == ["wait", *2 * [*before, "event", "run", "event"], "wait"]
-    assert gpu.cold_mib == 2 * 50
+    assert gpu.cold_mib >= 512  # MI300's last cache has 256
 
 
 def test_timer_memory(gpu):
@@ -112,13 +110,6 @@ def test_timer_device_lost(gpu):
     gpu.errors = 2
     with pytest.raises(DeviceLost, match=r"^CUDA error: an illegal memory access$"):
         gpu.timer.clear()
-
-
-@pytest.mark.parametrize(("hip", "l2", "mib"), [(None, 50, 100), (None, 6, 32), ("7.0", 4, 512)])
-def test_cold_bytes(monkeypatch, hip, l2, mib):
-    """ROCm reports the L2; MI300's Infinity Cache behind it has 256 MiB."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert cold_bytes(l2 * MIB) == mib * MIB
 
 
 def test_microseconds():

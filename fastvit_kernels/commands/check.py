@@ -24,20 +24,18 @@ from ..accuracy.accuracy import Error
 from ..accuracy.cases import cases_on
 from ..accuracy.op import Case
 from ..accuracy.runner import Result, first_line, quiet_interpreter, run_case
+from ..measure.compare import machine_on
 from ..runtime.backend import INTERPRETED
 from ..runtime.dtypes import DTYPES
 from . import options
 from .console import (
     CommandError,
     aligned,
-    device_name,
     finite,
     make_console,
-    versions,
 )
 
-HEADER = ("kernel and tensor", "dtype", "max error", "PyTorch's", "limit", "RMS error")
-HEADER += ("PyTorch's", "limit", "")
+COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit")
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
 
 
@@ -50,20 +48,20 @@ def _rows(result: Result, every: bool) -> list[Error]:
 
 
 def _table(results: list[Result], every: bool) -> str:
-    lines, names = [HEADER], [r.name for r in results]
+    lines, names = [["kernel and tensor", "dtype", *COLUMNS, ""]], [r.name for r in results]
     for result in sorted(results, key=lambda r: names.index(r.name)):
         if result.failure is not None:
-            lines.append((result.name, result.dtype, *[""] * 6, "FAILED: raised"))
+            lines.append([result.name, result.dtype, *[""] * 6, "FAILED: raised"])
         for e in _rows(result, every):
             values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
             verdict = "ok" if e.passed else "FAILED"
             cells = [f"{value:.1e}" for value in values]
-            lines.append((f"{result.name}: {e.name}", result.dtype, *cells, verdict))
+            lines.append([f"{result.name}: {e.name}", result.dtype, *cells, verdict])
     return aligned(lines)
 
 
 def where(device: torch.device) -> str:
-    name = device_name(device)
+    name = machine_on(device)["device"]
     return name if device.type == "cuda" else f"Triton's interpreter on a {name}"
 
 
@@ -110,7 +108,7 @@ def summary(
         "failed": failed,
         "device": where(device),
         "interpreted": INTERPRETED,
-        "versions": versions(),
+        "versions": machine_on(device),
     }
 
 

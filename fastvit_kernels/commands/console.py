@@ -5,18 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-import platform
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
-
-from ..runtime.triton import HAS_TRITON, triton
-from ..runtime.version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,23 +64,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the kind of CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU"
-
-
-def versions() -> dict[str, str | None]:
-    """What results depend on."""
-    return {
-        "fastvit_kernels": __version__,
-        "torch": torch.__version__,
-        "triton": triton.__version__ if HAS_TRITON else None,
-        "python": platform.python_version(),
-    }
 
 
 def finite(value: Any) -> Any:

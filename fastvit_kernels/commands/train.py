@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from ..accuracy.runner import quiet_interpreter
 from ..fuse.swap import swap_in
+from ..measure.compare import machine_on
 from ..measure.model_errors import model_errors
 from ..models.vit import VisionTransformer
 from ..runtime.backend import backend, get_backend
@@ -385,7 +386,7 @@ def run(arguments: argparse.Namespace) -> int:
     out.print(
         f"{config.model}, {parameters:,} parameters; {len(images.train)} training and "
         f"{len(images.labels)} held-out images, {len(images.classes)} classes; {config.dtype} on "
-        f"{console.device_name(device)}"
+        f"{machine_on(device)['device']}"
     )
     try:
         training.save()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,8 +94,9 @@ SEARCHES = ("max-autotune", "backend+max-autotune")
 
 
 def machine_on(device: torch.device) -> dict[str, str]:
-    """What a time depends on besides model and batch."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """What a result depends on besides model and batch: the device's name, versions."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU"
     versions = {"torch": torch.__version__, "triton": getattr(triton, "__version__", "none")}
     return {"device": name, **versions, "fastvit_kernels": __version__}
 

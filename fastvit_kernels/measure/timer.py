@@ -1,7 +1,7 @@
 """Time and memory of a GPU: CUDA events with a cold cache, CUDA graphs without the host.
 
-Each sample of a small op starts with a cache that holds none of its inputs: a buffer of twice the
-cache's size is written first. A graph replays the same kernels without Python, dispatch or launches
+Each sample of a small op starts with a cache that holds none of its inputs: a buffer larger than
+every cache is written first. A graph replays the same kernels without Python, dispatch or launches
 between them: the GPU's own time. Source: triton.testing.do_bench, for the flush.
 """
 
@@ -20,8 +20,7 @@ import torch
 from ..runtime.compat import end_pool, release_pool
 
 MIB = 2**20
-LEAST_COLD = 32 * MIB
-INFINITY_CACHE = 256 * MIB  # of MI300 and MI350, behind the L2 that ROCm reports
+COLD = 512 * MIB  # larger than every cache: an H200's L2 has 50 MiB, MI300's last cache 256
 BURST_MS, MOST_BURST = 10.0, 1000  # how long one figure of `microseconds` takes
 
 
@@ -84,19 +83,11 @@ class Timer:
         gc.collect()
 
 
-def cold_bytes(l2: int) -> int:
-    """Size of a buffer whose writing empties every cache of the GPU."""
-    cache = max(l2, INFINITY_CACHE) if torch.version.hip else l2
-    return max(2 * cache, LEAST_COLD)
-
-
 class CudaTimer(Timer):
     """Times of the current CUDA device."""
 
     def __init__(self) -> None:
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        l2 = getattr(properties, "L2_cache_size", 64 * MIB)
-        self._cold = torch.empty(cold_bytes(l2), dtype=torch.uint8, device="cuda")
+        self._cold = torch.empty(COLD, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
         # One pool for all graphs: they are replayed in turn, and what one leaves is read at once.
         self._pool = torch.cuda.graph_pool_handle()

@@ -38,7 +38,6 @@ class Gpu:
             "Event": Event,
             "synchronize": self.wait,
             "current_device": lambda: 0,
-            "get_device_properties": lambda _: SimpleNamespace(L2_cache_size=50 * MIB),
             "memory_allocated": lambda: self.now * MIB,
             "max_memory_allocated": lambda: self.peak * MIB,
             "reset_peak_memory_stats": lambda: self.take(0),
