@@ -27,22 +27,22 @@ UNFIT = (TypeError, ValueError, OSError, RuntimeError)  # where a file does not 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that pillow reads")
+    parser.add_argument("image", type=Path, metavar="IMAGE", help="any file that Pillow reads")
     parser.add_argument(
         "--weights",
         type=Path,
         required=True,
         metavar="FILE",
-        help="weights.safetensors of `train`, or weights of --model",
+        help="weights.safetensors from `train`, or weights for --model",
     )
-    options.add(parser, "--model", help=f"{options.NAMES} (not needed with what `train` wrote)")
+    options.add(parser, "--model", help=f"{options.NAMES} (not needed for weights from `train`)")
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         type=_option,
-        help="an argument for --model by its library's own name, such as num_classes=21843",
+        help="an argument of --model, under its library's name: num_classes=21843",
     )
     options.add(parser, "--out", help="where the PNGs go", default=Path("attention-maps"))
 

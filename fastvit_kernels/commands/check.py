@@ -73,13 +73,13 @@ def print_json(content: dict[str, Any]) -> None:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """The options that say what is checked."""
     parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name contains TEXT")
-    options.add(parser, "--dtype", help="one dtype (default: each that runs)")
+    options.add(parser, "--dtype", help="one dtype (default: all supported)")
     options.add(parser, "--device", "--json")
     parser.add_argument(
         "--jobs",
         type=options.within(int, 0, options.MOST_PROCESSES),
         metavar="N",
-        help=f"processes; 0: this one alone (default 0, on a GPU up to {MOST_JOBS})",
+        help=f"processes; 0: only this one (default 0, on a GPU up to {MOST_JOBS})",
     )
 
 

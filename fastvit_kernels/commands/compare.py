@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     ways = f"of {', '.join(WAYS)} (default: the first five; on a CPU eager and swapped)"
     add("--ways", nargs="+", choices=tuple(WAYS), metavar="WAY", help=ways)
-    add("--max-autotune", action="store_true", help="mode max-autotune too; minutes")
-    add("--data", type=Path, metavar="DIR", help="images of this folder, instead of random ones")
-    options.add(parser, "--time-budget", help="for the turns of all ways", default=10.0)
+    add("--max-autotune", action="store_true", help="max-autotune too, which takes minutes")
+    add("--data", type=Path, metavar="DIR", help="use images from this folder, not random ones")
+    options.add(parser, "--time-budget", help="for timing all ways together", default=10.0)
     options.add(parser, "--out", help="write a CSV and a picture there")
 
 

@@ -76,8 +76,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         metavar="PIXELS",
         help="side of the square images (default: the model's)",
     ),
-    "--batch": dict(type=positive(int), metavar="IMAGES", help="images a step"),
-    "--dtype": dict(choices=tuple(DTYPES), help="of autocast; fp32: no autocast"),
+    "--batch": dict(type=positive(int), metavar="IMAGES", help="images per step"),
+    "--dtype": dict(choices=tuple(DTYPES), help="autocast dtype; fp32: no autocast"),
     "--train": dict(
         dest="train", action="store_true", default=True, help="forward, loss and backward (default)"
     ),
@@ -85,13 +85,13 @@ FLAGS: dict[str, dict[str, Any]] = {
         dest="train",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="the forward alone, without gradients",
+        help="forward only, without gradients",
     ),
     "--device": dict(
-        type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N (default cuda where there is one)"
+        type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N (default cuda if there is one)"
     ),
     "--seed": dict(type=within(int, 0, 2**32 - 1), metavar="SEED"),
-    "--json": dict(action="store_true", help="print JSON and nothing else"),
+    "--json": dict(action="store_true", help="print only JSON"),
     "--out": dict(type=_folder, metavar="DIR"),
     "--time-budget": dict(type=positive(float), metavar="SECONDS"),
 }

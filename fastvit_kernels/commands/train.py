@@ -45,19 +45,19 @@ Batch = tuple[Tensor, Tensor]  # images as the model takes them, labels
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", metavar="FOLDER", help="images, one folder a class (default: the digits)")
-    options.add(parser, "--model", help=f"{options.NAMES} (default: by the data)")
+    add("--data", metavar="FOLDER", help="images, one folder per class (default: the digits)")
+    options.add(parser, "--model", help=f"{options.NAMES} (default depends on the data)")
     options.add(parser, "--img-size", "--device", "--batch")
-    add("--epochs", type=options.positive(int), metavar="N", help="default 40, of a folder 100")
-    add("--lr", type=options.positive(float, 1e3), help="AdamW's peak (default 2e-3, or 1e-3)")
+    add("--epochs", type=options.positive(int), metavar="N", help="default 40, or 100 for a folder")
+    add("--lr", type=options.positive(float, 1e3), help="peak, AdamW (default 2e-3; folder 1e-3)")
     options.add(parser, "--dtype", choices=("bf16", "fp32"), help="default bf16 on CUDA, else fp32")
-    options.add(parser, "--seed", help="of weights, split, order, augmentation (default 0)")
+    options.add(parser, "--seed", help="for weights, split, order, augmentation (default 0)")
     add("--compile", action="store_const", const=True, help="torch.compile the model")
-    add("--no-check", dest="check", action="store_false", help="train without the check before")
+    add("--no-check", dest="check", action="store_false", help="skip the check before training")
     readers = options.within(int, 0, options.MOST_PROCESSES)
-    add("--workers", type=readers, metavar="N", help="readers (default 4)")
-    options.add(parser, "--out", help="run folder (default: the first free runs/NAME-N)")
-    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--workers", type=readers, metavar="N", help="data loader processes (default 4)")
+    options.add(parser, "--out", help="run folder (default: first unused runs/NAME-N)")
+    add("--resume", action="store_true", help="continue the run in --out")
 
 
 def new_run(arguments: argparse.Namespace, device: torch.device) -> argparse.Namespace:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--dtype", default="bf16")
     options.add(parser, "--img-size", "--device")
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
-    options.add(parser, "--time-budget", help="try no further config after these")
+    options.add(parser, "--time-budget", help="start no further config after this")
 
 
 class _FirstCalls(TorchDispatchMode):
