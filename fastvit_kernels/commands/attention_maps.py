@@ -1,7 +1,7 @@
 """Draw where each head of a trained ViT looks, over an image of yours.
 
-Writes one PNG a layer: the image, then each head's attention over it, from the class token to the
-patches, or the mean over all patches where the model has no class token.
+Writes one PNG per layer: the image, then each head's attention from the class token to the patches,
+or the mean over all patches if the model has no class token.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compare every kernel, forward and backward, with float64 on this machine.
 
-The table shows the error of each output and gradient beside PyTorch's own in the same dtype, and
-the limit of the 2x rule (docs/numerics.md). On a GPU the kernels run there; without one they run in
-Triton's interpreter, in fp32 and fp16: that multiplies bf16 wrongly.
+The table shows each output's and gradient's error, PyTorch's own error in the same dtype, and the
+limit of the 2x rule (docs/numerics.md). Without a GPU the kernels run in Triton's interpreter, in
+fp32 and fp16 only, because it multiplies bf16 wrongly.
 
---json prints a line as each case ends, then a line that sums up.
+--json prints a line as each case ends, then a summary line.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 fastvit-kernels compare timm:vit_base_patch16_224 --batch 256 --dtype bf16 --out compare
 
-Time a step in turns, peak memory, the 2x rule against float64, and how far the losses of the first
-steps are apart. Ctrl-C keeps what is there. `fk.compare` does the same in Python.
+Reports step time (measured in turns), peak memory, the 2x rule against float64, and how much the
+losses of the first steps differ. Ctrl-C keeps what is done. `fk.compare` is the same in Python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a ViT on real images with our kernels, after a check that they agree with PyTorch.
 
-Without options: scikit-learn's handwritten digits and a small ViT, into runs/digits. Ctrl-C stops,
---resume --out FOLDER goes on, bit for bit. docs/train.md says what is written.
+Without options: a small ViT on scikit-learn's handwritten digits, saved in runs/digits. Ctrl-C
+stops; --resume --out FOLDER continues bit for bit. docs/train.md lists the files it writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose launch configs by measuring them on this GPU, at the shapes of one step of a model.
 
-One that gives the default's numbers and is faster by more than the noise goes into a file in the
-user's cache folder, which later runs read at their first step. More: docs/tune.md.
+A config that gives the default's numbers and is faster by more than the noise is written to a file
+in the user's cache folder, which later runs read at their first step. More: docs/tune.md.
 """
 
 from __future__ import annotations

@@ -297,24 +297,25 @@ def compare(
     name: str = "",
     say: Callable[[str], Any] = lambda text: None,
 ) -> Comparison:
-    """Measure a model eager, compiled and on our kernels: time, memory, numbers. The model stays as
-    it is: each way runs a copy. Ctrl-C ends it early, with what is there.
+    """Measure a model eager, compiled and on our kernels: time, memory, accuracy, losses.
+
+    Each way runs a copy; the model is unchanged. Ctrl-C ends it early, with the results so far.
 
     Args:
         model: any nn.Module, with its device, dtype and mode. In training mode a step is forward,
-            loss, backward and AdamW, else the forward alone.
+            loss, backward and AdamW, else only the forward.
         batch: a tensor, a tuple of arguments, a dict of keyword arguments (the loss is then the
             mean square of the outputs), or a callable that takes the model and gives a loss.
         ways: of "eager", "compile", "swapped" (swap_in), "backend" (torch.compile with ours),
             "backend+graphs" (mode="reduce-overhead"), "max-autotune" and "backend+max-autotune".
             Default: the first five, on a CPU eager and swapped. Eager runs in any case.
         max_autotune: add the last two, which take minutes.
-        autocast: run under it.
-        steps: the first steps, whose losses are compared. Default 20, on a CPU 3.
-        seconds: for the turns of all ways; what is compiled before takes its own time.
+        autocast: its dtype, or None for none.
+        steps: how many first steps to compare losses over. Default 20, on a CPU 3.
+        seconds: for timing all ways together, compilation not included.
         name: what to call the model. Default: its class.
-        say: is told, in a line each, what is run and how long it takes, such as `print`.
-    Returns: a Comparison. A way that fails is a row that says why.
+        say: called with progress lines, such as `print`.
+    Returns: a Comparison; print it to read it. A way that fails has a row that says why.
     Raises: ValueError for another way or numbers below 1; what the model raises on the batch.
     """
     device = next(model.parameters()).device

@@ -479,7 +479,7 @@ def mlp(
     row_scale: Tensor | None = None,
     recompute: bool = True,
 ) -> Tensor:
-    """The MLP of a ViT block with all that follows it.
+    """The MLP of a ViT block, with LayerScale, DropPath and residual.
 
     y = residual + row_scale[sample] * layer_scale * (act(x W1^T + b1) W2^T + b2)
 

@@ -219,7 +219,7 @@ def attention(
     Returns:
         (B, T, H, D), contiguous, dtype of qkv.
     Precision: scores, softmax and accumulators fp32; P is cast to qkv.dtype before P V.
-    Route: from T = 2048 on a table may say the library's kernels, whose gradients repeat their bits
+    Route: from T = 2048 on, cuDNN's or flash's kernels may run, whose gradients repeat their bits
         only under torch.use_deterministic_algorithms(True).
     Saved: qkv, attn_mask, out, lse (B, H, T) fp32, log2 units; (B, 2 H, T) beside an additive mask.
     Raises: ValueError, such as "attention: D must be at most 256, got 320"; TypeError.

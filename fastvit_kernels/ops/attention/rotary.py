@@ -392,7 +392,7 @@ def rope_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """`qkv_attention` whose queries and keys are normed and turned: one Function.
+    """QKV projection, optional qk-norm, rotary embedding and attention as one Function.
 
     q, k, v = x weight^T + bias;  q, k = rope(q, k, cos, sin, ...);  out = attention(q, k, v)
 

@@ -226,8 +226,8 @@ def varlen_attention(
             one after the other. D a multiple of 8 up to 256. Under autocast, autocast's dtype.
         cu_seqlens: (B + 1,) int32 on qkv's device, from 0 to total, ascending: sequence b is the
             tokens cu_seqlens[b] ... cu_seqlens[b + 1] - 1. Sequences may be empty.
-        max_seqlen: at least the longest sequence. The nearer to it, the fewer programs start only
-            to leave; what it is must be known on the host, which reads nothing of cu_seqlens.
+        max_seqlen: at least the longest sequence, a Python int, as a launch does not sync to read
+            cu_seqlens. The tighter, the fewer programs start only to exit.
         scale: multiplies the scores, dimensionless. Default D**-0.5.
         dropout_p: as for `attention`.
     Returns:

@@ -584,7 +584,7 @@ def gated_mlp(
     row_scale: Tensor | None = None,
     recompute: bool = True,
 ) -> Tensor:
-    """The gated MLP of a ViT block, SwiGLU or GeGLU, with all that follows it.
+    """The gated MLP of a ViT block, SwiGLU or GeGLU, with LayerScale, DropPath and residual.
 
     hidden = act(x Wg^T + bg) * (x W1^T + b1)   [then LayerNorm(hidden)]
     y = residual + row_scale[sample] * layer_scale * (hidden W2^T + b2)

@@ -331,7 +331,7 @@ def layer_norm_and_input(
     out_dtype: torch.dtype | None = None,
     samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm that hands its input on: returns (`layer_norm(x, ...)`, x).
+    """LayerNorm that also returns its input: (`layer_norm(x, ...)`, x).
 
     For a pre-norm branch, `y, x = layer_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the LayerNorm's backward kernel. Arguments as for `layer_norm`;
@@ -392,7 +392,7 @@ def rms_norm_and_input(
     out_dtype: torch.dtype | None = None,
     samples: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm that hands its input on: returns (`rms_norm(x, ...)`, x).
+    """RMSNorm that also returns its input: (`rms_norm(x, ...)`, x).
 
     For a pre-norm branch, `y, x = rms_norm_and_input(x, ...); x = x + branch(y)`: the residual's
     gradient is then added inside the norm's backward kernel. Arguments as for `rms_norm`; samples
