@@ -22,7 +22,7 @@ sys.addaudithook(refuse_network)
 
 import fastvit_kernels as fk  # noqa: E402
 
-heavy = {"timm", "transformers", "torchvision", "huggingface_hub", "requests", "rich", "matplotlib"}
+heavy = {"timm", "transformers", "torchvision", "huggingface_hub", "requests", "matplotlib"}
 assert not heavy & set(sys.modules), f"imported too much: {heavy & set(sys.modules)}"
 
 import torch  # noqa: E402

@@ -28,7 +28,7 @@ from bench.plan import WHOLE
 from bench.rows import read_rows
 from bench.run import Machine, run, this_machine, wanted_by
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, Parser, make_console
+from fastvit_kernels.commands.console import CommandError, Parser
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 MEASURED = {
@@ -89,9 +89,9 @@ def main(
 
 
 def _run(arguments: argparse.Namespace, machine: Machine | None, started: float | None) -> int:
-    console, command = make_console(), arguments.command
+    command = arguments.command
     if command == "plot":
-        return report.run_plot(read_rows(arguments.folder), arguments.folder, console)
+        return report.run_plot(read_rows(arguments.folder), arguments.folder)
     if command == "docs":
         return report.write_docs()
     if command == "host":
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace, machine: Machine | None, started: float 
     if machine is None:
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     arguments.out = arguments.out or Path("bench-out")
-    return run(arguments, wanted, machine, console, started)
+    return run(arguments, wanted, machine, started)
 
 
 if __name__ == "__main__":

@@ -109,16 +109,16 @@ def summary(rows: Sequence[Row], said: Sequence[str] = ()) -> str:
     return "\n".join([*head, *tables(rows)])
 
 
-def finish(results: Results, said: Sequence[str], console: Any, command: str) -> None:
+def finish(results: Results, said: Sequence[str], command: str) -> None:
     rows, folder = list(results.rows.values()), results.folder
     if command == "targets":  # no pictures: `plot` draws them when time is not short
         write_text(folder / SUMMARY, summary(rows, said))
         print(plan.claim_table(rows))
         return
-    run_plot(rows, folder, console, said)
+    run_plot(rows, folder, said)
     if lines := case_lines(rows)[:MOST_LINES]:
         print(aligned([HEADER, *lines]))
-    console.print(f"{conditions(rows)}\n{folder}: {len(rows)} rows", soft_wrap=True)
+    print(f"{conditions(rows)}\n{folder}: {len(rows)} rows")
 
 
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END
@@ -389,13 +389,13 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     return [path for path in drawn if path is not None]
 
 
-def run_plot(rows: Sequence[Row], folder: Path, console: Any, said: Sequence[str] = ()) -> int:
+def run_plot(rows: Sequence[Row], folder: Path, said: Sequence[str] = ()) -> int:
     folder = folder if folder.is_dir() else folder.parent
     write_text(folder / SUMMARY, summary(rows, said))
     try:
         drawn = draw_all(rows, folder)
     except CommandError as error:
-        console.print(f"no pictures: {error}")
+        print(f"no pictures: {error}")
     else:
-        console.print("drawn: " + (", ".join(map(str, drawn)) or "nothing: too few rows"))
+        print("drawn: " + (", ".join(map(str, drawn)) or "nothing: too few rows"))
     return 0

@@ -143,7 +143,6 @@ def run(
     arguments: argparse.Namespace,
     wanted: Wanted,
     machine: Machine,
-    console: Any,
     started: float | None = None,
 ) -> int:
     """Measure: roofs, then tasks as far as the time goes; report in any case.
@@ -160,7 +159,7 @@ def run(
     ending, measured = 0, set(results.rows)
 
     def said(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print(text, flush=True)
 
     bench = Bench(machine.device, machine.make_timer(), Roofs(0.0, {}), said)
     try:
@@ -185,7 +184,7 @@ def run(
         said(f"the GPU was lost: {error}. --resume goes on without this case.")
         ending = 1
     results.close()
-    report.finish(results, wanted.said, console, arguments.command)
+    report.finish(results, wanted.said, arguments.command)
     new = [r for key, r in results.rows.items() if arguments.resume or key not in measured]
     return ending or int(bool(bad_rows(new)))
 

@@ -17,7 +17,6 @@ OPTIONAL = {
     "kernels",
     "matplotlib",
     "numpy",
-    "rich",
     "safetensors",
     "sklearn",
     "timm",

@@ -19,7 +19,7 @@ from ..runtime.backend import backend
 from ..weights.files import read_file
 from ..weights.load import load_weights
 from . import figures, options
-from .console import CommandError, make_console, refusing, require
+from .console import CommandError, refusing, require
 from .models import build_model, input_shape, read_image
 from .train import make_model
 
@@ -81,7 +81,6 @@ def _trained_model(weights: Path) -> tuple[nn.Module, Any, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = make_console()
     require("matplotlib.figure", "matplotlib")
     name, weights = arguments.model, arguments.weights
     for path in (arguments.image, weights):
@@ -106,5 +105,5 @@ def run(arguments: argparse.Namespace) -> int:
     for index, (layer, path) in enumerate(zip(layers, paths, strict=True)):
         title = f"{arguments.image.name}, layer {index}"
         figures.draw_attention(pixels, attention._replace(layers=[layer]), path, title)
-    console.print(f"{len(paths)} layers, {len(layers[0])} heads each: {paths[0]} to {paths[-1]}")
+    print(f"{len(paths)} layers, {len(layers[0])} heads each: {paths[0]} to {paths[-1]}")
     return 0

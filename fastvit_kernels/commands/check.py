@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,12 +31,11 @@ from ..runtime.dtypes import DTYPES
 from . import options
 from .console import (
     CommandError,
-    aligned,
     finite,
-    make_console,
 )
 
 COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit")
+LINE = "{:50}  {:5}" + 6 * "  {:>9}" + "  {}"
 MOST_JOBS = 14  # by default, on a GPU: each has a CUDA context and compiles kernels
 
 
@@ -47,17 +47,16 @@ def _rows(result: Result, every: bool) -> list[Error]:
     return [max(part, key=lambda e: e.share) for part in parts if part]
 
 
-def _table(results: list[Result], every: bool) -> str:
-    lines, names = [["kernel and tensor", "dtype", *COLUMNS, ""]], [r.name for r in results]
-    for result in sorted(results, key=lambda r: names.index(r.name)):
-        if result.failure is not None:
-            lines.append([result.name, result.dtype, *[""] * 6, "FAILED: raised"])
-        for e in _rows(result, every):
-            values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
-            verdict = "ok" if e.passed else "FAILED"
-            cells = [f"{value:.1e}" for value in values]
-            lines.append([f"{result.name}: {e.name}", result.dtype, *cells, verdict])
-    return aligned(lines)
+def _print(result: Result, every: bool) -> None:
+    """Its lines of the table, then what is wrong with it."""
+    for e in _rows(result, every):
+        values = (e.max, e.torch_max, e.limit_max, e.rms, e.torch_rms, e.limit_rms)
+        cells = (f"{value:.1e}" for value in values)
+        verdict = "ok" if e.passed else "FAILED"
+        print(LINE.format(f"{result.name}: {e.name}", result.dtype, *cells, verdict))
+    if not result.passed:
+        print(f"FAILED {result.label}: {result.why}")
+    sys.stdout.flush()
 
 
 def where(device: torch.device) -> str:
@@ -151,26 +150,25 @@ def run(arguments: argparse.Namespace) -> int:
         )
     results: list[Result] = []
     started = time.perf_counter()
-    console = make_console(quiet=arguments.json)
-    with console.status("checking") as status, quiet_interpreter():
+    if not arguments.json:
+        print(LINE.format("kernel and tensor", "dtype", *COLUMNS, ""))
+    with quiet_interpreter():
         for result in run_cases(pairs, device, jobs):
             results.append(result)
-            status.update(f"checked {result.label}")
             if arguments.json:
                 print_json(result.as_dict())
-            elif not result.passed:  # at once: what is wrong comes first
-                print(f"FAILED {result.label}: {result.why}", flush=True)
+            else:
+                _print(result, arguments.all)
     failed = [result.label for result in results if not result.passed]
     if arguments.json:
         print_json(summary(not failed, len(results), failed, device))
         return int(bool(failed))
-    print(_table(results, arguments.all))
     tensors = sum(len(result.errors) for result in results)
-    console.print(
+    print(
         f"{len(results) - len(failed)} of {len(results)} cases passed ({tensors} outputs and "
         f"gradients, {time.perf_counter() - started:.0f} s), {where(device)}. An error may be "
         "twice PyTorch's own in the same dtype plus rounding, both against float64."
     )
     if INTERPRETED and arguments.dtype is None:
-        console.print("bf16 needs a GPU: Triton's interpreter multiplies it wrongly.")
+        print("bf16 needs a GPU: Triton's interpreter multiplies it wrongly.")
     return int(bool(failed))

@@ -1,4 +1,4 @@
-"""What the commands share: the console, a user's mistake, and packages that are optional."""
+"""What the commands share: a user's mistake in one line, packages that are optional, interrupts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any, NoReturn
 
 
 class CommandError(Exception):
@@ -49,14 +46,6 @@ def require(module: str, package: str, install: str = '-e ".[train]"') -> Module
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise CommandError(f"this command needs {package}: pip install {install}") from error
-
-
-def make_console(quiet: bool = False) -> Console:
-    """A console for standard output; wide enough for the tables where output is not a terminal."""
-    console = require("rich.console", "rich").Console(highlight=False, quiet=quiet)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)
-    return console
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -29,7 +29,7 @@ from ..models.vit import VisionTransformer
 from ..runtime.backend import backend, get_backend
 from ..runtime.files import write_atomically, write_text
 from ..weights.files import read_pickle
-from . import console, figures, options
+from . import figures, options
 from .console import CommandError, refusing, require
 from .models import build_model, input_shape, logits_of, open_image
 
@@ -255,7 +255,7 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return logits_of(self.call(images.to(self.device))).float()
 
-    def epoch(self, out: Any) -> None:
+    def epoch(self) -> None:
         """Train for one epoch, evaluate, save, say how it went; a long one says how far it is."""
         epoch, started, seen = len(self.history) + 1, time.perf_counter(), 0
         name, told = f"epoch {epoch:>3}/{self.config.epochs}", started
@@ -279,7 +279,7 @@ class Run:
             seen += len(labels)
             if (now := time.perf_counter()) - told > SAY_S:
                 share, told = seen / len(self.images.train), now
-                out.print(f"{name}: {share:.0%}, {seen / (now - started):,.0f} images/s")
+                print(f"{name}: {share:.0%}, {seen / (now - started):,.0f} images/s", flush=True)
         row = {"epoch": epoch, "train_loss": loss_sum.item() / seen}  # waits for the device
         row["images_per_s"] = seen / (time.perf_counter() - started)
         row["held_out_loss"], row["held_out_accuracy"], _ = self.evaluate()
@@ -287,9 +287,10 @@ class Run:
             raise CommandError(f"the loss of epoch {epoch} is not finite; try a smaller --lr")
         self.history.append(row)
         self.save()
-        out.print(
+        print(
             f"{name}: loss {row['train_loss']:.3f}, held-out {row['held_out_loss']:.3f} and "
-            f"{100 * row['held_out_accuracy']:.2f} %, {row['images_per_s']:,.0f} images/s"
+            f"{100 * row['held_out_accuracy']:.2f} %, {row['images_per_s']:,.0f} images/s",
+            flush=True,
         )
 
     @torch.no_grad()
@@ -319,26 +320,26 @@ class Run:
             self.history = content["history"]
 
 
-def agrees(run: Run, out: Any) -> bool:
+def agrees(run: Run) -> bool:
     """Compare two images through the kernels and through PyTorch with float64: logits, gradients;
     print the errors, and say whether all keep the 2x rule."""
     images = next(run.images.held_out_batches())[0][:2].to(run.device)
     autocast = torch.bfloat16 if run.config.dtype == "bf16" else None
     run.model.eval()
-    with backend("triton"), quiet_interpreter(), out.status("one batch through the kernels"):
+    with backend("triton"), quiet_interpreter():
         logits, *gradients = model_errors(run.model, images, autocast=autocast)
     failed = [error for error in (logits, *gradients) if not error.passed]
-    out.print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
+    print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
     for error in failed or (logits, max(gradients, key=lambda error: error.share)):
-        out.print(f"  {error}", soft_wrap=True)
+        print(f"  {error}")
     if failed:
-        out.print("That breaks the 2x rule. Nothing was trained; --no-check trains all the same.")
+        print("That breaks the 2x rule. Nothing was trained; --no-check trains all the same.")
     else:
-        out.print(f"Logits and all {len(gradients)} gradients agree within twice PyTorch's error.")
+        print(f"Logits and all {len(gradients)} gradients agree within twice PyTorch's error.")
     return not failed
 
 
-def report(run: Run, out: Any) -> None:
+def report(run: Run) -> None:
     """Held-out accuracy; weights and pictures into the run's folder."""
     loss, accuracy, predicted = run.evaluate()
     images, folder, truth = run.images, run.config.out, run.images.labels.cpu()
@@ -356,12 +357,12 @@ def report(run: Run, out: Any) -> None:
     pixels = image[0].cpu() * images.std + images.mean
     title = f"{title}\nthe first: class {images.classes[truth[0]]}"
     figures.draw_attention(pixels, attention, folder / "attention.png", title)
-    out.print(f"Held-out accuracy: [bold]{right}[/bold], loss {loss:.3f}. Written to {folder}")
+    print(f"Held-out accuracy: {right}, loss {loss:.3f}. Written to {folder}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The command: 0, 1 where the kernels and PyTorch disagree, 130 when interrupted."""
-    device, out = options.chosen_device(arguments), console.make_console()
+    device = options.chosen_device(arguments)
     require("matplotlib.figure", "matplotlib")
     config, content = old_run(arguments) if arguments.resume else (new_run(arguments, device), None)
     images = Digits(config, device) if config.data == "digits" else Folder(config)
@@ -371,19 +372,18 @@ def run(arguments: argparse.Namespace) -> int:
     config.out.mkdir(parents=True, exist_ok=True)
     steps = get_backend()
     if device.type == "cpu" and steps == "auto":
-        out.print("No GPU: the check runs in Triton's interpreter, the training in PyTorch.")
+        print("No GPU: the check runs in Triton's interpreter, the training in PyTorch.")
         steps = "torch"
     if config.data == "digits" and device.type == "cpu":
         torch.set_num_threads(1)  # small matrices, whose bits then do not depend on the cores
-    reason = options.kernels_reason(device, config.dtype)
-    if arguments.check and reason:
-        out.print(f"The kernels are not checked: {reason}.")
-    elif arguments.check and not agrees(training, out):
+    if arguments.check and (reason := options.kernels_reason(device, config.dtype)):
+        print(f"The kernels are not checked: {reason}.")
+    elif arguments.check and not agrees(training):
         return 1
     if content is not None:
-        out.print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
+        print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
     parameters = sum(p.numel() for p in training.model.parameters())
-    out.print(
+    print(
         f"{config.model}, {parameters:,} parameters; {len(images.train)} training and "
         f"{len(images.labels)} held-out images, {len(images.classes)} classes; {config.dtype} on "
         f"{machine_on(device)['device']}"
@@ -392,9 +392,9 @@ def run(arguments: argparse.Namespace) -> int:
         training.save()
         with backend(steps):
             while len(training.history) < config.epochs:
-                training.epoch(out)
-            report(training, out)
+                training.epoch()
+            report(training)
     except KeyboardInterrupt:
-        out.print(f"Interrupted. Go on with: fastvit-kernels train --resume --out {config.out}")
+        print(f"Interrupted. Go on with: fastvit-kernels train --resume --out {config.out}")
         return 130
     return 0

@@ -22,8 +22,6 @@ from tests.check.__main__ import main
 from tests.check.isolated import Job, Outcome, device_lost, run_isolated
 from tests.check.results_cache import ResultsCache
 
-pytest.importorskip("rich")
-
 
 def job(name, code):
     return Job(name, (sys.executable, "-c", code))

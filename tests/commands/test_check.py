@@ -15,8 +15,6 @@ from fastvit_kernels.accuracy.runner import Result, run_case
 from fastvit_kernels.commands import check, cli
 from fastvit_kernels.runtime.backend import get_backend
 
-pytest.importorskip("rich")
-
 CASES = {case.name: case for case in check_cases(SMALL, DEVICE, torch.float32)}
 
 

@@ -13,7 +13,6 @@ from fastvit_kernels.commands import attention_maps, cli, console
 from fastvit_kernels.commands.models import build_model, read_image
 from fastvit_kernels.runtime.backend import backend
 
-pytest.importorskip("rich")
 Image = pytest.importorskip("PIL.Image")
 
 

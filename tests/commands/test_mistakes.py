@@ -14,7 +14,7 @@ import fastvit_kernels as fk
 from bench import __main__ as bench
 from fastvit_kernels.commands import cli
 
-for _package in ("rich", "safetensors", "sklearn", "matplotlib"):
+for _package in ("safetensors", "sklearn", "matplotlib"):
     pytest.importorskip(_package)
 Image = pytest.importorskip("PIL.Image")
 

@@ -17,7 +17,6 @@ from fastvit_kernels.runtime import files
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.weights.files import read_pickle
 
-pytest.importorskip("rich")
 pytest.importorskip("sklearn")
 Image = pytest.importorskip("PIL.Image")
 

@@ -23,8 +23,6 @@ from tests.check import __main__ as command, all_configs, selection, worker
 from tests.check.__main__ import main
 from tests.check.config_cases import config_cases
 
-pytest.importorskip("rich")
-
 SHIPPED = [
     (table.name, config)
     for table in TABLES.values()

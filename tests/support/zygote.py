@@ -22,7 +22,7 @@ import torch  # noqa: F401
 import triton.language  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PEERS = ("timm", "transformers.modeling_utils", "torchvision", "rich.console")
+PEERS = ("timm", "transformers.modeling_utils", "torchvision")
 
 runpy.run_path(str(ROOT / "fastvit_kernels/runtime/compat.py"))["define_torchvision_operators"]()
 for name in PEERS:
