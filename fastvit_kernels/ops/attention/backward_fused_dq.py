@@ -695,6 +695,43 @@ def _block_d(D: int) -> int:
     return max(32, triton.next_power_of_2(D))
 
 
+def _launches(
+    shape: tuple[int, ...], dq_stride: int, scale: float, dealt: Plan
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Of the kernel, and of the one that sums the parts of dq."""
+    B, T, H, D = shape
+    num_heads, blocks = B * H, _num_blocks(T)
+    launch = bind_launch(
+        _attention_bwd_fused_dq_kernel,
+        (dealt.programs,),
+        dealt.num_whole,
+        (num_heads - dealt.num_whole) * blocks,
+        blocks,
+        H * D,
+        scale,
+        D=D,
+        num_warps=4,
+    )
+    sum_parts = bind_launch(
+        _attention_bwd_sum_parts_kernel,
+        ((num_heads - dealt.num_whole) * SUM_ROWS.value,),
+        num_heads,
+        dealt.num_whole,
+        H,
+        T,
+        dealt.programs,
+        blocks,
+        dq_stride,
+        scale,
+        D=D,
+        BLOCK_D=_block_d(D),
+        BLOCK_T=2048 // _block_d(D),
+        PARTS=SUM_ROWS.value,
+        num_warps=4,
+    )
+    return launch, sum_parts
+
+
 def bwd_fused_dq(
     shape: tuple[int, ...],
     strides: tuple[tuple[int, ...], ...],
@@ -711,36 +748,9 @@ def bwd_fused_dq(
         dq_stride, dk_stride: between tokens of dq, of dk and dv, whose heads are D apart.
     """
     B, T, H, D = shape
-    num_heads, (programs, num_whole, spaces) = B * H, plan(B * H, T, num_sms)
-    blocks = _num_blocks(T)
-    launch = bind_launch(
-        _attention_bwd_fused_dq_kernel,
-        (programs,),
-        num_whole,
-        (num_heads - num_whole) * blocks,
-        blocks,
-        H * D,
-        scale,
-        D=D,
-        num_warps=4,
-    )
-    sum_parts = bind_launch(
-        _attention_bwd_sum_parts_kernel,
-        ((num_heads - num_whole) * SUM_ROWS.value,),
-        num_heads,
-        num_whole,
-        H,
-        T,
-        programs,
-        blocks,
-        dq_stride,
-        scale,
-        D=D,
-        BLOCK_D=_block_d(D),
-        BLOCK_T=2048 // _block_d(D),
-        PARTS=SUM_ROWS.value,
-        num_warps=4,
-    )
+    num_heads = B * H
+    dealt = plan(num_heads, T, num_sms)
+    launch, sum_parts = _launches(shape, dq_stride, scale, dealt)
 
     def run(
         dq: Tensor,
@@ -755,14 +765,14 @@ def bwd_fused_dq(
         lse: Tensor,
         delta: Tensor,
     ) -> None:
-        space = torch.empty((spaces, T, D), dtype=torch.float32, device=q.device)
+        space = torch.empty((dealt.spaces, T, D), dtype=torch.float32, device=q.device)
         rows = num_heads, -(-T // ROW_PAD.value) * ROW_PAD.value
         lse, delta = (x.as_strided(rows, (rows[1], 1)) for x in (lse, delta))  # the padding too
         outputs = ((dq, dq_stride), (dk, dk_stride), (dv, dk_stride))
         inputs = zip((q, k, v, dout), (*strides[1:], strides[0]), strict=True)
         launch(
             *(_map(x, (T * stride, stride, D, 1), shape) for x, stride in outputs),
-            _map(space, (T * D, D, D, 1), (spaces, T, 1, D)),
+            _map(space, (T * D, D, D, 1), (dealt.spaces, T, 1, D)),
             dbias,
             *(tensor_map(x, rows, (rows[1], 1), (1, TILE.value)) for x in (lse, delta)),
             *(_map(x, each, shape) for x, each in inputs),
@@ -770,7 +780,7 @@ def bwd_fused_dq(
             dout,
             out,
         )
-        if num_whole < num_heads:
+        if dealt.num_whole < num_heads:
             sum_parts(dq, dbias, space)
 
     return run

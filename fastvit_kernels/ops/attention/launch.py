@@ -565,6 +565,15 @@ def _bias_partials(
     return B * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
 
 
+def _filled(grads: Sequence[Tensor] | None, found: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The library's gradients in the memory that the caller wants them in."""
+    if grads is None:
+        return [x.contiguous() for x in found]
+    for grad, x in zip(grads, found, strict=True):
+        grad.copy_(x)
+    return grads
+
+
 def launch_bwd(
     grads: Sequence[Tensor] | None,
     dout: Tensor,
@@ -579,7 +588,6 @@ def launch_bwd(
 
     Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
     which no mask takes.
-
     grads: None: contiguous ones are allocated.
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
@@ -602,25 +610,18 @@ def launch_bwd(
     if packed is not None and call.of_qkv and call.one_pass is not None:
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
         return packed[0].unbind(2), None
-    if call.fused_dq is not None:
-        grads = [x.new_empty(x.shape) for x in qkv] if grads is None else grads
-        delta = empty_rows(q)
-        call.fused_dq(*grads, dbias, dout, *qkv, out, padded_rows(lse), delta)
-        return grads, delta
-    if call.one_pass is None and call.dq is None:
-        found = (
-            sdpa_backward(dout, qkv, out, lse, scale, softmax.is_causal) if dbias is None else None
-        )
-        if found is not None:
-            if grads is None:
-                return [x.contiguous() for x in found], None
-            for grad, x in zip(grads, found, strict=True):
-                grad.copy_(x)
-            return grads, None
+    if call.one_pass is None and call.dq is None and call.fused_dq is None:
+        if dbias is None and (
+            found := sdpa_backward(dout, qkv, out, lse, scale, softmax.is_causal)
+        ):
+            return _filled(grads, found), None
         call = bwd_call(*layouts, own=True)
-    if grads is None:
-        grads = [x.new_empty(x.shape) for x in qkv]
+    grads = [x.new_empty(x.shape) for x in qkv] if grads is None else grads
     (dq, dk, dv), lse = grads, padded_rows(lse)
+    if call.fused_dq is not None:
+        delta = empty_rows(q)
+        call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
+        return grads, delta
     sizes, cu_seqlens = (), None
     if packing is not None:
         sizes, cu_seqlens = (*call.sizes, q.shape[1], lse.stride(0)), packing.cu_seqlens
