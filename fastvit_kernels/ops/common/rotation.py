@@ -527,42 +527,26 @@ class _Plan(NamedTuple):
 
 
 @launch_plan
-def _fwd_plan(
+def _rows_plan(
     gpu: Gpu,
     shape: tuple[int, ...],
     table: Layout,
     strides: Strides,
     rotation: Rotation,
     transpose: bool,
+    needs_dparams: bool | None = None,
 ) -> _Plan:
+    """Of the forward or, where transpose, its like that turns back; where needs_dparams is not None
+    of the backward of a norm."""
     _, T, H, D = shape
-    config, options = _chosen(FWD_TABLE, gpu, D, table[0][-1], rotation)
-    num_rows = _count_rows(shape)
+    num_rows, configs = _count_rows(shape), FWD_TABLE if needs_dparams is None else BWD_TABLE
+    config, options = _chosen(configs, gpu, D, table[0][-1], rotation)
     programs = triton.cdiv(num_rows, config.block_rows)
-    rows = _row_strides(strides, table)
-    sizes = num_rows, T, H, rotation.prefix_tokens, rows, rotation.eps
-    launch = bind_launch(_rope_fwd_kernel, (programs,), *sizes, TRANSPOSE=transpose, **options)
-    return _Plan(launch, programs)
-
-
-@launch_plan
-def _bwd_plan(
-    gpu: Gpu,
-    shape: tuple[int, ...],
-    table: Layout,
-    strides: Strides,
-    rotation: Rotation,
-    needs_dparams: bool,
-) -> _Plan:
-    _, T, H, D = shape
-    config, options = _chosen(BWD_TABLE, gpu, D, table[0][-1], rotation)
-    num_rows = _count_rows(shape)
-    programs = min(
-        triton.cdiv(num_rows, config.block_rows),
-        max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2),
-    )
-    rows = _row_strides(strides, table)
-    sizes = num_rows, T, H, rotation.prefix_tokens, rows, rotation.eps
+    sizes = num_rows, T, H, rotation.prefix_tokens, _row_strides(strides, table), rotation.eps
+    if needs_dparams is None:
+        launch = bind_launch(_rope_fwd_kernel, (programs,), *sizes, TRANSPOSE=transpose, **options)
+        return _Plan(launch, programs)
+    programs = min(programs, max(1, PROGRAMS_PER_SM * gpu.num_sms * 4 // config.num_warps // 2))
     options["NEEDS_DPARAMS"] = needs_dparams
     return _Plan(bind_launch(_rope_norm_bwd_kernel, (programs, 2), *sizes, **options), programs)
 
@@ -617,7 +601,7 @@ def rotate(
         norms = tuple(map(contiguous, norms))
     cos, sin = tables
     table, strides = (cos.shape, cos.stride()), (out[0].stride(), q.stride(), k.stride())
-    plan = _fwd_plan(gpu(q.device), q.shape, table, strides, rotation, transpose)
+    plan = _rows_plan(gpu(q.device), q.shape, table, strides, rotation, transpose)
     plan.launch(*out, q, k, cos, sin, *norms)
 
 
@@ -650,8 +634,11 @@ def rotate_bwd(
     D, (cos, sin), needs_dparams = q.shape[-1], tables, dparams is not None
     table = cos.shape, cos.stride()
     strides = tuple([x.stride() for x in (dx[0], *dy, q, k)])
-    plan_of = _bwd_plan if dtables is None else _tables_plan
-    plan = plan_of(gpu(q.device), q.shape, table, strides, rotation, needs_dparams)
+    call = gpu(q.device), q.shape, table, strides, rotation
+    if dtables is None:
+        plan = _rows_plan(*call, True, needs_dparams)
+    else:
+        plan = _tables_plan(*call, needs_dparams)
     partial = None
     if needs_dparams:  # a row of them: dweight and dbias of q, then of k
         partial = q.new_empty((plan.programs, 4 * D), dtype=torch.float32)
