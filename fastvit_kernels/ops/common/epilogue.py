@@ -259,7 +259,9 @@ def epilogue_arguments(
     rows_per_sample, stride_residual_m, keep_scale, some = 1, 0, 1.0, False
     if row_scale is not None and row_scale.dtype is torch.int64:
         assert residual is not None
-        rows_per_sample, keep_scale, some = *subset_scale(row_scale, residual.shape[0], M), True
+        B, some = residual.shape[0], True
+        S = row_scale.shape[0] - B
+        rows_per_sample, keep_scale = M // S, B / S
     elif row_scale is not None:
         rows_per_sample = M // row_scale.numel()
     if residual is not None:
@@ -279,12 +281,6 @@ def epilogue_arguments(
     )
     pointers = contiguous(layer_scale), contiguous(row_scale), residual
     return pointers, Rows(rows_per_sample, stride_residual_m, keep_scale), follows
-
-
-def subset_scale(samples: Tensor, B: int, M: int) -> tuple[int, float]:
-    """(rows of a sample, B / S) of M rows of kept samples."""
-    S = samples.shape[0] - B
-    return M // S, B / S
 
 
 @functools.lru_cache(maxsize=1024)
@@ -366,6 +362,16 @@ def _bwd_plan(
     return _BwdPlan(launch, rows_per_split, layout((M, N)), layout((splits, N * sums)))
 
 
+def _rows_of_z(M: int, row_scale: Tensor | None, batch: int) -> tuple[int, int, float]:
+    """(rows of z, rows of a sample, B / S) where dy has M rows."""
+    if row_scale is None:
+        return M, 1, 1.0
+    if not is_sample_subset(row_scale):
+        return M, M // row_scale.numel(), 1.0
+    per_sample, kept = M // batch, row_scale.shape[0] - batch
+    return per_sample * kept, per_sample, batch / kept
+
+
 def backward_epilogue(
     dy: Tensor,
     z: Tensor | None,
@@ -393,15 +399,8 @@ def backward_epilogue(
     Returns: dz (M, N), and partials (splits, N or 2 N) fp32 whose column sums are sum_m dz and
         sum_m row_scale * dy * act(z), side by side, of those that are wanted.
     """
-    M, N = dy.shape
-    device, some = dy.device, is_sample_subset(row_scale)
-    rows_per_sample, keep_scale = 1, 1.0
-    if is_sample_subset(row_scale):
-        rows_per_sample = M // batch
-        M = rows_per_sample * (row_scale.shape[0] - batch)
-        _, keep_scale = subset_scale(row_scale, batch, M)
-    elif row_scale is not None:
-        rows_per_sample = M // row_scale.numel()
+    N, device = dy.shape[1], dy.device
+    M, rows_per_sample, keep_scale = _rows_of_z(dy.shape[0], row_scale, batch)
     launch, rows_per_split, dz_layout, partial_layout = _bwd_plan(
         gpu(device),
         M,
@@ -409,13 +408,12 @@ def backward_epilogue(
         activation,
         layer_scale is not None,
         row_scale is not None,
-        some,
+        is_sample_subset(row_scale),
         act is not None,
         sum_dz,
         sum_dlayer_scale,
     )
-    if dz is None:
-        dz = empty_strided(*dz_layout, dtype=dtype, device=device)
+    dz = empty_strided(*dz_layout, dtype=dtype, device=device) if dz is None else dz
     partial = empty_strided(*partial_layout, dtype=torch.float32, device=device)
     launch(
         dz,

@@ -110,8 +110,7 @@ def _empty_bwd(
 
 
 def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
-    """Of LayerNorm or of RMSNorm, which has no bias: forward, backward, and the backward that gives
-    besides what the linear layer reads that gave x."""
+    """Forward, backward, and the backward that also gives what the linear that gave x reads."""
 
     def fwd(
         x: Tensor,
@@ -126,8 +125,8 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
         """Of the samples that `samples` keeps: (..., C) -> y (..., C) in out_dtype, plus residual;
         fp32 mean and rstd (2, ...) of LayerNorm, rstd (...) of RMSNorm, empty if not saved."""
         assert center or bias is None
-        options = eps, out_dtype, save_stats
-        return launch_norm_fwd(center, x, weight, bias, *options, samples, residual)
+        given = x, weight, bias, eps, out_dtype, save_stats, samples, residual
+        return launch_norm_fwd(center, *given)
 
     def bwd(
         dy: Tensor,

@@ -153,6 +153,23 @@ class FwdPlan(NamedTuple):
     launch: Callable[..., None] | None  # the same; None where out is empty
 
 
+def _added_launch(
+    tokens: int, C: int, has_bias: bool, num_prefix: int, num_pos: int | None
+) -> Callable[..., None]:
+    """Of the kernel that sums what is added to the product."""
+    return bind_launch(
+        kernels._patch_embed_added_kernel,
+        (tokens, triton.cdiv(C, kernels.ADDED_TILE["BLOCK_C"])),
+        C,
+        num_prefix,
+        tokens - (num_pos or tokens),
+        HAS_BIAS=has_bias,
+        HAS_PREFIX=num_prefix > 0,
+        HAS_POS=num_pos is not None,
+        **kernels.ADDED_TILE,
+    )
+
+
 @launch_plan
 def _fwd_plan(
     gpu: Gpu,
@@ -184,17 +201,7 @@ def _fwd_plan(
     block_k = _depth(largest_k, K, bytes_per_step)
     added = None
     if has_bias or num_prefix or num_pos is not None:
-        added = bind_launch(
-            kernels._patch_embed_added_kernel,
-            (tokens, triton.cdiv(C, kernels.ADDED_TILE["BLOCK_C"])),
-            C,
-            num_prefix,
-            tokens - (num_pos or tokens),
-            HAS_BIAS=has_bias,
-            HAS_PREFIX=num_prefix > 0,
-            HAS_POS=num_pos is not None,
-            **kernels.ADDED_TILE,
-        )
+        added = _added_launch(tokens, C, has_bias, num_prefix, num_pos)
     launch = bind_launch(
         kernels._patch_embed_fwd_kernel,
         (triton.cdiv(B * T, block_m) * triton.cdiv(C, block_n),),
