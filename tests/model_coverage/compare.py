@@ -27,6 +27,7 @@ EXACT = 1e-9  # of the largest value, in float64
 ROUNDING = 1e-13  # of the largest value of a layer, in float64
 SEED = 3
 SEEDS = (SEED, SEED + 1, SEED + 2)  # of the 2x rule
+DRAWS_AS_EAGER = {"fallback_random": True}  # Inductor's option
 
 
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -72,10 +73,11 @@ class Found(NamedTuple):
     dynamo: str = ""
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, compiler: str = "eager") -> nn.Module:
     """The model in place under torch.compile with our backend."""
     torch.compiler.reset()
-    model.compile(backend=fastvit_kernels, options={"compiler": "eager"})
+    options = DRAWS_AS_EAGER if compiler == "inductor" else {}
+    model.compile(backend=fastvit_kernels, options={"compiler": compiler, **options})
     return model
 
 
@@ -89,10 +91,10 @@ def by_block(model: nn.Module) -> nn.Module:
     return model
 
 
-def traced(model: nn.Module) -> nn.Module:
-    """The model in place under torch.compile without a backend: what Dynamo makes of it."""
+def traced(model: nn.Module, compiler: str = "eager") -> nn.Module:
+    """The model in place under torch.compile without our rules: what torch makes of it."""
     torch.compiler.reset()
-    model.compile(backend="eager")
+    model.compile(backend=compiler, options=DRAWS_AS_EAGER if compiler == "inductor" else None)
     return model
 
 
@@ -108,14 +110,16 @@ def step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
     return found | {"the random generator": torch.get_rng_state()}
 
 
-def in_float64(model: nn.Module, inputs: Any, training: bool = True) -> Found:
+def in_float64(
+    model: nn.Module, inputs: Any, training: bool = True, compiler: str = "eager"
+) -> Found:
     """A training step, or a forward in eval mode, in float64, with DropPath and dropout as the
     model has them and one seed, the same to 1e-9 of the largest value.
 
     Raises: NotShrunk where the host refuses this step, or does not repeat it.
     """
     host = copy.deepcopy(model).double().train(training)
-    twin = compiled(copy.deepcopy(host))
+    twin = compiled(copy.deepcopy(host), compiler)
     before, unchanged = copy.deepcopy(host), copy.deepcopy(host)
     wanted = step(host, inputs)
     if isinstance(wanted, Exception):
@@ -128,7 +132,7 @@ def in_float64(model: nn.Module, inputs: Any, training: bool = True) -> Found:
         again = step(before, inputs)
         if isinstance(again, Exception) or difference(wanted, again):
             raise NotShrunk("the host does not repeat a step with the same seed")
-        by_dynamo = step(traced(unchanged), inputs)
+        by_dynamo = step(traced(unchanged, compiler), inputs)
         if not isinstance(by_dynamo, Exception) and not difference(by_dynamo, actual):
             return Found("", reports_of(twin), dynamo=difference(wanted, by_dynamo))
     return Found(wrong, reports_of(twin))

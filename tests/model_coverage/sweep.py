@@ -5,7 +5,8 @@ torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as i
 step and a forward in eval mode in float64, with outputs, all gradients, buffers and random numbers
 the same; training steps in fp32, and swapped in by block under bf16 autocast, by the 2x rule.
 Models that are the same once they are small run once. A run that was ended goes on where it was;
---again begins anew. --sample N runs N of the models and holds their shares against the table.
+--again begins anew. --sample N runs N of the models and holds their shares against the table, with
+--inductor the training step in float64 alone, compiled by Inductor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from .model_zoo import HOSTS
 TABLE = Path(__file__).with_name("coverage.csv")
 TRIED = 5  # cut models of a name of which the host refuses a training step
 REASONS = 3  # that a row names
+Judge = Callable[["Row", Any, Any], "Row"]  # of a row, a small model and its inputs
 NEAR = 2.0  # points of a share that a sample may lose
 
 
@@ -121,7 +123,20 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
     return row
 
 
-def run_model(host: str, name: str, known: Mapping[str, Row]) -> tuple[Row, str]:
+def judge_inductor(row: Row, model: Any, inputs: Any) -> Row:
+    """The same of a training step in float64 that Inductor compiles."""
+    found = in_float64(model, inputs, compiler="inductor")
+    row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
+    row.graphs = str(len(found.reports))
+    row.run = f"WRONG: {found.wrong}"[:300] if found.wrong else "same"
+    if found.dynamo:
+        row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
+    return row
+
+
+def run_model(
+    host: str, name: str, known: Mapping[str, Row], judged: Judge = judge
+) -> tuple[Row, str]:
     """The row of one model, and its fingerprint; a row of `known` where that is there."""
     row, key = Row(host, model_zoo.version_of(host), name), ""
     torch.manual_seed(0)
@@ -133,17 +148,17 @@ def run_model(host: str, name: str, known: Mapping[str, Row]) -> tuple[Row, str]
             if key in known:
                 return replace(known[key], host=row.host, version=row.version, model=name), key
             model = randomize(model)
-            return judge(row, model, inputs), key
+            return judged(row, model, inputs), key
         except (shrink.NotShrunk, StopIteration) as error:
             refused = refused or str(error) or "it has no small version"
     row.run = f"not run: {refused}"[:200]
     return row, ""
 
 
-def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row]) -> None:
+def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row], judged: Judge) -> None:
     warnings.filterwarnings("ignore")
     try:
-        found = run_model(host, name, known)
+        found = run_model(host, name, known, judged)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         found = Row(host, model_zoo.version_of(host), name, run=f"WRONG: {text}"[:300]), ""
@@ -154,11 +169,11 @@ def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row]) -> None:
 class Job:
     """A model in a process of its own: a fork, since importing takes longer than most models."""
 
-    def __init__(self, host: str, name: str, known: Mapping[str, Row], limit: float):
+    def __init__(self, host: str, name: str, known: Mapping[str, Row], judged: Judge, limit: float):
         self.host, self.name, self.limit = host, name, limit
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_send, args=(theirs, host, name, known))
+        self.process = context.Process(target=_send, args=(theirs, host, name, known, judged))
         self.start = time.monotonic()
         self.process.start()
         theirs.close()
@@ -182,13 +197,15 @@ class Job:
         return row, key
 
 
-def run_all(names: Sequence[tuple[str, str]], jobs: int, limit: float) -> Iterator[Row]:
+def run_all(
+    names: Sequence[tuple[str, str]], jobs: int, limit: float, judged: Judge = judge
+) -> Iterator[Row]:
     """A row for each, in the order in which they end."""
     waiting, running = list(names), []
     known: dict[str, Row] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(Job(*waiting.pop(0), known, limit))
+            running.append(Job(*waiting.pop(0), known, judged, limit))
         for job in list(running):
             if (ended := job.done()) is not None:
                 running.remove(job)
@@ -239,6 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=300.0, metavar="SECONDS", help="of a model (default 300)")
     add("--again", action="store_true", help="run what the file has, too")
     add("--sample", type=int, metavar="N", help="run N of the models, held against the file's rows")
+    add("--inductor", action="store_true", help="of a sample the step in float64, by Inductor")
     return parser
 
 
@@ -250,13 +268,16 @@ def main(words: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     prefixes = tuple(arguments.models)
     every = [(h, n) for h in arguments.hosts for n in model_zoo.names(h) if n.startswith(prefixes)]
+    if arguments.inductor and arguments.sample is None:
+        parser.error("--inductor runs a sample: give --sample N too")
     if not every:
         parser.error(f"no model's name begins with {' or '.join(prefixes)}")
     model_zoo.import_all(arguments.hosts)
     judge(Row("nn", "", ""), *small_models("nn", "TransformerEncoder").__next__())  # imports, too
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
     if arguments.sample is not None:
-        return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit)
+        judged = judge_inductor if arguments.inductor else judge
+        return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit, judged)
     new = [name for name in every if arguments.again or not _is_done(found.get(name))]
     for row in told(new, arguments.jobs, arguments.limit):
         found[row.host, row.model] = row
@@ -270,11 +291,13 @@ def main(words: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def told(names: Sequence[tuple[str, str]], jobs: int, limit: float) -> Iterator[Row]:
+def told(
+    names: Sequence[tuple[str, str]], jobs: int, limit: float, judged: Judge = judge
+) -> Iterator[Row]:
     """The rows of `run_all`, each with a line of what it found."""
     print(f"{len(names)} models, {jobs} at once", flush=True)
     start = time.monotonic()
-    for number, row in enumerate(run_all(names, jobs, limit), 1):
+    for number, row in enumerate(run_all(names, jobs, limit, judged), 1):
         seconds = time.monotonic() - start
         share = f"{row.share} %" if row.share else ""
         print(f"{seconds:7.1f} s  {number} {row.host} {row.model}: {share} {row.run}", flush=True)
@@ -287,17 +310,18 @@ def check_sample(
     table: Mapping[tuple[str, str], Row],
     jobs: int,
     limit: float,
+    judged: Judge = judge,
 ) -> int:
     """Run models evenly from all, and hold them against the table. Returns: 1 where one is wrong,
     is not run and was, or lost more than NEAR points of its share."""
     count = min(count, len(every))
     sample = [every[i * len(every) // count] for i in range(count)]
-    failed = []
-    for row in told(sample, jobs, limit):
+    failed, column = [], "share_float64" if judged is judge_inductor else "share"
+    for row in told(sample, jobs, limit, judged):
         before = table.get((row.host, row.model), row)
-        lost = float(before.share or 0) - float(row.share or 0)
-        if row.run.startswith("WRONG") or lost > NEAR:
-            failed.append(f"{row.model}: {row.run}, {row.share or 'no'} share for {before.share}")
+        was, share = getattr(before, column), getattr(row, column)
+        if row.run.startswith("WRONG") or float(was or 0) - float(share or 0) > NEAR:
+            failed.append(f"{row.model}: {row.run}, {share or 'no'} share for {was}")
     print(*failed, sep="\n", file=sys.stderr)
     print(f"{len(sample)} models, {len(failed)} not as the table has them")
     return 1 if failed else 0

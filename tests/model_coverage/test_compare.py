@@ -25,7 +25,7 @@ X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 def told(monkeypatch, spoil, host=None, judge=in_float64):
     """What is said of a twin that `spoil` has had in place of our backend."""
 
-    def compiled(model):
+    def compiled(model, compiler="eager"):
         spoil(model)
         return model
 

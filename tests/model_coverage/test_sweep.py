@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ def test_a_share_is_of_flops_and_reasons_have_theirs():
     assert sweep.reasons_of(reports) == "conv2d: it overlaps (15.0 %); matmul: no softmax (5.0 %)"
 
 
-def _behave(host, name, known):
+def _behave(host, name, known, judged):
     if name == "slow":
         time.sleep(60)
     if name == "dead":
@@ -62,7 +63,7 @@ def test_a_run_goes_on_where_it_was(monkeypatch, tmp_path, capsys, run):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ran = []
 
-    def rows(names, jobs, limit):
+    def rows(names, jobs, limit, judged):
         ran.append(names)
         return iter([sweep.Row(h, model_zoo.version_of(h), n, "90.0", run=run) for h, n in names])
 
@@ -84,7 +85,7 @@ def test_a_sample_is_spread_over_all_and_held_against_the_table(monkeypatch, tmp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shares, run = iter(()), "same"
 
-    def rows(names, jobs, limit):
+    def rows(names, jobs, limit, judged):
         return iter(
             [sweep.Row(h, model_zoo.version_of(h), n, next(shares), run=run) for h, n in names]
         )
@@ -103,6 +104,27 @@ def test_a_sample_is_spread_over_all_and_held_against_the_table(monkeypatch, tmp
     said = capsys.readouterr()
     assert "5 models, 5 not as" in said.out and "Encoder: WRONG: out0, 90.0 share" in said.err
     assert (tmp_path / "t.csv").read_text() == table
+
+
+def test_a_sample_by_inductor_is_held_against_shares_in_float64(monkeypatch, tmp_path, capsys):
+    table = tmp_path / "t.csv"
+    row = sweep.Row("nn", model_zoo.version_of("nn"), "TransformerEncoder", "90.0", "50.0")
+    sweep.write_table([row], table)
+
+    def rows(names, jobs, limit, judged):
+        assert judged is sweep.judge_inductor
+        return iter([replace(row, share="", share_float64=shares.pop(0), run="same")])
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sweep, "run_all", rows)
+    words = ["--hosts", "nn", "--out", str(table), "--inductor"]
+    shares = ["49.0", "47.0"]
+    for failed in (0, 1):
+        assert sweep.main([*words, "--sample", "1"]) == failed
+        assert f"1 models, {failed} not as the table has them" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        sweep.main(words)
+    assert "--inductor runs a sample" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_names_no_model(capsys):

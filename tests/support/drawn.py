@@ -302,9 +302,9 @@ class Ran:
     """Which tests ran a line, as the plugin ran.py wrote it, of all workers."""
 
     def __init__(self, path: Path):
-        self.workers = [json.loads(p.read_text()) for p in path.parent.glob(f"{path.name}.*")]
+        self.workers = [json.loads(p.read_text()) for p in path.parent.glob(f"{path.name}.gw*")]
         if not self.workers:
-            raise FileNotFoundError(f"there is no {path}.*: see tests/support/ran.py")
+            raise FileNotFoundError(f"there is no {path}.gw*: see tests/support/ran.py")
 
     def tests(self, file: str, first: int, last: int) -> tuple[str, ...]:
         """Those of the lines, MOST_RAN and LONGEST seconds at most: by turns of test functions,
