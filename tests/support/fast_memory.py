@@ -6,6 +6,7 @@ either. For triton 3.6 and 3.8.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class _Memory:
 
 
 _memories: dict[np.dtype, np.ndarray] = {}
+watchers: list[Callable[[np.ndarray, int], None]] = []  # of each access: addresses, bytes of one
 
 
 def _memory(dtype: np.dtype) -> np.ndarray:
@@ -42,6 +44,8 @@ def _memory(dtype: np.dtype) -> np.ndarray:
 
 def _places(pointers: np.ndarray, size: int) -> np.ndarray | None:
     """Elements of a memory; None where one of the addresses is not aligned."""
+    for watch in watchers:
+        watch(pointers, size)
     if size > 1 and np.bitwise_or.reduce(pointers, axis=None) & np.uint64(size - 1):
         return None
     return ((pointers - np.uint64(_START)) >> _SHIFTS[size]).view(np.int64)

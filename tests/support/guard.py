@@ -3,16 +3,22 @@
 Inside `guard_pages()` every tensor that the package or torch allocates lies in a larger buffer and
 starts as NaN, and `place` moves the inputs of a call into such buffers. A store outside a tensor
 changes a guard, which `check` compares byte for byte; a load outside one brings NaN (of integers,
-a large number) into the result. Masked elements are never accessed, on a GPU or in the interpreter.
+a large number) into the result, and in the interpreter is seen even where nobody uses its value.
+Masked elements are never accessed, on a GPU or in the interpreter.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
+import fast_memory
+import numpy as np
 import torch
 from private import NoDispatch, shares_memory, tree_leaves, tree_map_only
 from torch import Tensor
@@ -52,6 +58,8 @@ class GuardPages(compat.TorchDispatchMode):
         super().__init__()
         self.guarded = 0
         self._buffers: list[_Buffer] = []
+        self._starts: list[tuple[int, int]] = []  # address of a buffer, its place; in order
+        self._read: dict[str, None] = {}  # what was accessed beside a tensor
         self._words = itertools.cycle(WORDS)
         self._where = "torch"
 
@@ -104,6 +112,7 @@ class GuardPages(compat.TorchDispatchMode):
             flat[offset : offset + extent][index] = x.reshape(-1)
         description = f"{x.dtype} {tuple(x.shape)}, {description}"
         snapshot = raw.clone() if keep else None
+        insort(self._starts, (raw.data_ptr(), len(self._buffers)))
         self._buffers.append(_Buffer(raw, word, end, description, snapshot))
         self.guarded += 1
         return housed
@@ -114,12 +123,32 @@ class GuardPages(compat.TorchDispatchMode):
             housed = self._house(x.detach(), name, copy=True, keep=True)
         return housed.detach().requires_grad_(x.requires_grad)
 
+    def watching(self) -> Any:
+        """Inside, each access of the interpreter is looked at."""
+        return patch.object(fast_memory, "watchers", [self._watch])
+
+    def _watch(self, pointers: np.ndarray, size: int) -> None:
+        """Note a tile whose first or last element, of `size` bytes, lies in a guard."""
+        if not pointers.size:
+            return
+        for address in (int(pointers.min()), int(pointers.max()) + size - 1):
+            place = bisect(self._starts, (address, len(self._buffers))) - 1
+            if place < 0:
+                continue
+            start, number = self._starts[place]
+            buffer, at = self._buffers[number], address - start
+            if at < buffer.raw.numel() and not GUARD_BYTES <= at < buffer.end:
+                self._read[f"{buffer.description}: byte {at - GUARD_BYTES}"] = None
+
     def check(self) -> None:
-        """Raise AssertionError where a guard, or any bit of a placed tensor, has changed."""
+        """Raise AssertionError where a guard, or any bit of a placed tensor, has changed, or the
+        interpreter has looked at one."""
         with NoDispatch():
             faults = [fault for b in self._buffers for fault in _faults(b)]
         if faults:
             raise AssertionError("memory outside a tensor was written:\n  " + "\n  ".join(faults))
+        if self._read:
+            raise AssertionError("memory outside a tensor was read:\n  " + "\n  ".join(self._read))
 
 
 def _faults(buffer: _Buffer) -> list[str]:
@@ -162,6 +191,6 @@ def guard_pages() -> Iterator[GuardPages]:
     and whether or not the launcher is called through its operator.
     """
     guard = GuardPages()
-    with guard:
+    with guard, guard.watching():
         yield guard
     guard.check()

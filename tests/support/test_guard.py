@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from guard import GUARD_BYTES, guard_pages, unwatched
+from guard import GUARD_BYTES, GuardPages, guard_pages, unwatched
 from numerics import DEVICE, DTYPES, dtype_id, rand
 
 from fastvit_kernels import layer_norm, mlp
@@ -49,6 +49,14 @@ def test_guard_store_before_start(dtype):
         _double(guard.place(rand(77, dtype=dtype)), first=-1)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="only the interpreter shows each address")
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_guard_load_that_nobody_uses(dtype):
+    message = r"was read:\n .*of the user: byte"
+    with pytest.raises(AssertionError, match=message), guard_pages() as guard:
+        _double(guard.place(rand(77, dtype=dtype), "of the user"), load_extra=1)
+
+
 @triton.jit
 def _sum_kernel(y_ptr, x_ptr, size, BLOCK: tl.constexpr):
     offs = tl.arange(0, BLOCK)
@@ -58,11 +66,12 @@ def _sum_kernel(y_ptr, x_ptr, size, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_guard_load_past_end_is_nan(dtype):
-    with guard_pages() as guard:
+    with GuardPages() as guard:  # and no look at each address
         x = guard.place(rand(77, dtype=dtype))
         right, wrong = torch.empty(2, device=DEVICE).unbind()
         _sum_kernel[(1,)](right, x, 77, BLOCK=128)
         _sum_kernel[(1,)](wrong, x, 78, BLOCK=128)
+    guard.check()
     assert right.isfinite() and wrong.isnan()
 
 
