@@ -73,7 +73,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
 OF_ALL = ("test_mutate.py", "test_docs.py")
 NOT_RUN = ("__repr__", "__str__")
 # Kernels in Gluon run as PTX alone, in processes that no tracer sees.
-_PTX = "machine/device/test_kernels.py::test_warps_in_turns_and_with_roles"
+_PTX = "machine/device/test_kernels.py::test_gluon_kernels"
 _FORWARD = (f"{_PTX}[forward, T=100, D=32]", f"{_PTX}[forward, T=150, D=56]")
 _BACKWARD = (f"{_PTX}[backward, T=150]", f"{_PTX}[backward of a projection]")
 _GEMM = (f"{_PTX}[GEMM]", f"{_PTX}[GEMM of an MLP, rebuilt]")

@@ -127,7 +127,8 @@ class Result:
 
 
 def check(fault: Fault, timeout: float) -> Result:
-    """Plant one fault in a copy and run its tests there."""
+    """Plant one fault in a copy and run its tests there. Raises: LookupError where there are no
+    tests of these names."""
     begun = time.perf_counter()
     with project_copy() as root:
         path = root / path_of(fault.file)
@@ -136,6 +137,8 @@ def check(fault: Fault, timeout: float) -> Result:
             compiled.unlink()  # its time and size may be those of the planted file
         run = run_tests(root, fault.tests, timeout, "-x")
     seconds = time.perf_counter() - begun
+    if missing := [line for line in run.output.splitlines() if "ERROR: not found:" in line]:
+        raise LookupError(f"{fault.id}: {missing[0]}")
     if run.failed:
         return Result(fault, "noticed", run.failed[0], seconds)
     if run.status == 0:

@@ -25,6 +25,16 @@ def test_planted_fault_is_noticed():
     assert path.read_bytes() == before
 
 
+def test_a_test_that_is_not_there_notices_nothing():
+    """A renamed test, as those of kernels in Gluon, whose names are written down, would."""
+    none = _fault("runtime/plain.py", "Tensor", "Tensor", "test_docs.py::test_of_nobody")
+    with pytest.raises(LookupError, match="test_of_nobody"):
+        check(none, timeout=3600)
+    listed = {name.partition("[")[0] for names in drawn.IN_GLUON.values() for name in names}
+    for file, _, function in (name.partition("::") for name in listed):
+        assert f"def {function}(" in (drawn.ROOT / "tests" / file).read_text()
+
+
 SOURCE = '''"""Text, 1 and 2."""
 def f(a: int = 3, *, b: bool = True) -> "1":
     """Text 4."""
