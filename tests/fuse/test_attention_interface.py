@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 import torch._dynamo as dynamo
+from numerics import DEVICE
 from swapped import assert_same
 from torch import nn
 
-from fastvit_kernels import register_attention, status, swap_in
+from fastvit_kernels import backend, register_attention, status, swap_in
 from fastvit_kernels.fuse.attention_interface import fastvit_attention, packed_attention
+from fastvit_kernels.runtime.configs import recording
 from tests.model_coverage.compare import randomize
 from tests.model_coverage.model_zoo import hf_small
 
@@ -38,6 +40,16 @@ def test_a_model_by_our_attention(name):
     a, b = model(**inputs).last_hidden_state, wanted(**inputs).last_hidden_state
     assert_same(a, b)
     assert not torch.equal(a, torch.zeros_like(a))
+
+
+def test_a_model_by_our_attention_runs_our_kernel():
+    register_attention()
+    model, inputs = hf_small("vit", attn_implementation="fastvit")
+    model = model.to(DEVICE).eval()
+    inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
+    with backend("triton"), recording() as choices, torch.no_grad():
+        model(**inputs)
+    assert {choice.table for choice in choices} == {"attention_fwd"}
 
 
 def test_masks_groups_and_causality_are_transformers_own():

@@ -757,6 +757,7 @@ def test_swap_in_rejects():
         (dict(memory="auto"), ValueError, "memory must be one of"),
         (dict(drop_path="keep"), ValueError, "drop_path must be one of"),
         (dict(mode="reduce-overhead"), ValueError, "give compiler='inductor' too"),
+        (dict(memory="low", compiler="inductor"), ValueError, "swap_in: memory='low' is for"),
     ]:
         with pytest.raises(error, match=text):
             swap_in(model, **bad)
@@ -766,6 +767,20 @@ def test_swap_in_rejects():
             function([])
     with pytest.raises(ValueError, match="no block repeats"):
         swap_in(nn.Linear(4, 4), regional=True)
+
+
+def test_inductor_gets_the_mode(monkeypatch):
+    modes = []
+
+    def by_inductor(gm, inputs, mode, options):
+        modes.append(mode)
+        return gm.forward
+
+    monkeypatch.setattr("fastvit_kernels.fuse.backend.by_inductor", by_inductor)
+    model = vit()
+    swap_in(model, compiler="inductor", mode="reduce-overhead")
+    model(images())
+    assert modes == ["reduce-overhead"]
 
 
 def test_a_model_that_is_changed_already_says_what_to_call_first():

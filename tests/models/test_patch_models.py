@@ -11,6 +11,7 @@ from torch import nn
 
 from fastvit_kernels import VisionTransformer, load_weights
 from fastvit_kernels.models.modules import PatchEmbed
+from fastvit_kernels.models.patch_dropout import PatchDropout
 
 SIZES: dict[str, Any] = dict(
     img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_classes=5
@@ -45,6 +46,10 @@ def test_patch_dropout_matches_timm():
     timm = pytest.importorskip("timm")
     theirs = timm.models.VisionTransformer(**SIZES, patch_drop_rate=0.6)
     _of_timm(theirs, _model(patch_drop_rate=0.6))
+
+
+def test_a_patch_is_kept_at_any_rate():
+    assert PatchDropout(0.99)(torch.zeros(2, 3, 8, 8), 4).shape == (2, 1)
 
 
 def test_pos_embed_resample_dtype():

@@ -19,7 +19,9 @@ from torch.nn.utils import parametrize
 from torchvision.models import VisionTransformer as TorchvisionViT
 
 from fastvit_kernels import (
+    LayerNorm,
     PatchEmbed,
+    RmsNorm,
     VisionTransformer,
     backend,
     create_vit,
@@ -30,6 +32,16 @@ from fastvit_kernels.models.modules import DropPath
 from fastvit_kernels.models.vit import Block
 
 bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def test_norms_have_the_defaults_of_torch_and_timm():
+    x = 1e-3 * rand(2, 5, 16)  # small beside eps
+    for ours, theirs in ((LayerNorm, nn.LayerNorm), (RmsNorm, timm.layers.RmsNorm)):
+        norm = randomise(ours(16)).to(DEVICE)
+        wanted = theirs(16).to(DEVICE)
+        wanted.load_state_dict(norm.state_dict())
+        with backend("triton"):
+            torch.testing.assert_close(norm(x), wanted(x))
 
 
 def test_reference_1_from_scratch_mean_pooled():

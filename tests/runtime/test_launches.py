@@ -73,7 +73,7 @@ driver.set_active(SimpleNamespace(
 half, long = torch.zeros(64, dtype=torch.bfloat16), 2**31
 pointers = [half, half.to(torch.float16), half.float(), None]
 pointers += [half[i:] for i in (1, 4, 8, 12)] + [half.float()[1:]]
-numbers = [1, 2, 8, 16, 17, 0, -1, -16, -17, None, 0.0, 0.5, 1.0, 16.0, True, False]
+numbers = [1, 2, 8, 16, 17, 32, 33, 0, -1, -16, -17, None, 0.0, 0.5, 1.0, 16.0, True, False]
 numbers += [long - 16, long - 1, long, long + 1, -long, -long - 1, -long - 16, 2 * long, 2**63]
 maps = [
     tensor_map(x.view(8, 8), (8, 8), (8, 1), block)
