@@ -74,7 +74,7 @@ def vit(size: str, depth: int, drop_path: float = 0.0, **more: Any) -> nn.Module
     define_torchvision_operators()
     from timm.models.vision_transformer import VisionTransformer
 
-    C, _, heads, hidden = VITS[size]
+    C, heads, hidden = VITS[size]
     with torch.device("meta"):
         return VisionTransformer(
             img_size=SIZE,
@@ -294,7 +294,7 @@ def hf_vit(size: str, depth: int) -> nn.Module:
     define_torchvision_operators()
     from transformers import ViTConfig, ViTModel
 
-    C, _, heads, hidden = VITS[size]
+    C, heads, hidden = VITS[size]
     config: Any = ViTConfig
     settings = config(
         hidden_size=C,
