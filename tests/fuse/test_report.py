@@ -16,6 +16,7 @@ from torch import nn
 
 from fastvit_kernels import backend, status, swap_in
 from fastvit_kernels.fuse.backend import fastvit_kernels
+from fastvit_kernels.fuse.graph import Decline
 from fastvit_kernels.fuse.report import reports_of
 
 
@@ -91,6 +92,18 @@ def test_a_reason_names_what_may_write():
     report = swap_in(Foreign(32, 32), example=torch.randn(2, 2, 9, 32))
     (left,) = report.left
     assert left.reason == "autograd_function_apply may write to what attention keeps"
+
+
+def test_a_graph_that_is_left_whole_names_its_products(monkeypatch):
+    def normalised(gm, inputs):
+        raise Decline("for this test")
+
+    monkeypatch.setattr("fastvit_kernels.fuse.backend.normalised", normalised)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    with pytest.warns(RuntimeWarning, match="nothing of its matmul .* is fused: for this test"):
+        report = swap_in(model, example=torch.randn(9, 32))
+    assert report.share == 0
+    assert [(left.op, left.flops) for left in report.left] == [("linear", 2 * 9 * 32 * 64)] * 2
 
 
 def test_a_forward_that_sets_data_keeps_its_numbers_and_says_so():

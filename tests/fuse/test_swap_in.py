@@ -765,8 +765,10 @@ def test_swap_in_rejects():
     for function in (swap_in, swap_out, status):
         with pytest.raises(TypeError, match=r"must be an nn\.Module, got list"):
             function([])
-    with pytest.raises(ValueError, match="no block repeats"):
-        swap_in(nn.Linear(4, 4), regional=True)
+    mlps = nn.Sequential(*(nn.ModuleDict(dict(a=nn.Linear(4, 4), b=nn.Linear(4, 4))) for _ in "12"))
+    for model in (nn.Linear(4, 4), mlps):
+        with pytest.raises(ValueError, match="no block repeats"):
+            swap_in(model, regional=True)
 
 
 def test_inductor_gets_the_mode(monkeypatch):

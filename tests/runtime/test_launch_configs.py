@@ -63,6 +63,11 @@ def test_unfit_config_not_chosen(table):
     assert table.candidates(HERE, 128) == [LARGE, SMALL, HUGE]
 
 
+def test_tuned_table_lies_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned_table.table_path(HERE) == tmp_path / "fastvit_kernels/gpu-a-sm_90.json"
+
+
 def test_tuned_table_read_once(table, monkeypatch):
     read = []
 
