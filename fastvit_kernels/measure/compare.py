@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +94,7 @@ SEARCHES = ("max-autotune", "backend+max-autotune")
 
 def machine_on(device: torch.device) -> dict[str, str]:
     """What a result depends on besides model and batch: the device's name, versions."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} CPU"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "triton": getattr(triton, "__version__", "none")}
     return {"device": name, **versions, "fastvit_kernels": __version__}
 
