@@ -64,6 +64,9 @@ def einops_like(kit: Kit, x: Tensor) -> tuple[Tensor, ...]:
 
 PACKED: dict[str, Any] = {
     "permute, unbind": packed,
+    "permute, contiguous, unbind": lambda kit, x: (
+        five(kit, x).permute(2, 0, 3, 1, 4).contiguous().unbind()
+    ),
     "permute, index": lambda kit, x: (lambda y: (y[0], y[1], y[2]))(
         five(kit, x).permute(2, 0, 3, 1, 4)
     ),
