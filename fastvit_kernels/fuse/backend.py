@@ -71,7 +71,8 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
     except Decline as reason:
         made, report = gm, GraphReport(declined=str(reason))
     except Exception as error:
-        made, report = gm, GraphReport(declined=f"rewriting failed: {one_line(error)}")
+        why = f"rewriting failed: {one_line(error)}"
+        made, report = gm, GraphReport(declined=why, failed=[why])
     if report.declined is not None:
         count_declined(gm, report)
     report.seconds = time.perf_counter() - started
@@ -109,6 +110,7 @@ def rewrite_body(
                 reason = "its weight is a tensor subclass, which is called as it is"
             report.left.append(Left(path_of(n), product_name(n), flops, reason))
     report.rules += g.fired
+    report.failed += g.failed
     report.fused_flops = report.flops - sum(left.flops for left in report.left)
     gm.graph.lint()
     gm.recompile()

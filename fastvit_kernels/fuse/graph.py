@@ -139,6 +139,7 @@ class Graph:
         self.gm, self.graph, self.fake_mode = gm, gm.graph, fake_mode
         self.fired: Counter[str] = Counter()
         self.reasons: dict[Node, str] = {}  # why a node was left, the last word on it
+        self.failed: list[str] = []  # rules that raised other than Decline
         self.made: list[Node] = []  # emitted by the rule under way
         self.number()
 
@@ -323,6 +324,7 @@ class Graph:
                 self.reasons[n] = str(reason)
             except Exception as error:
                 self.reasons[n] = f"the rule {rule.__name__} failed: {type(error).__name__}"
+                self.failed.append(self.reasons[n])
             self.undo()
 
     def undo(self) -> None:

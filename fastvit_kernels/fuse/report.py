@@ -52,6 +52,7 @@ class GraphReport:
         rules: how often each rule fired.
         left: what stays with the host.
         declined: why the whole graph runs as Dynamo gave it, or None.
+        failed: what raised while rewriting; its part of the graph is the host's.
         seconds: of rewriting it.
         compiled: frame and number of the compile, as torch's logs print them; None unknown.
         graph_break: why Dynamo ended the graph early; "" where it did not.
@@ -62,6 +63,7 @@ class GraphReport:
     rules: Counter[str] = field(default_factory=Counter)
     left: list[Left] = field(default_factory=list)
     declined: str | None = None
+    failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
     compiled: Compile | None = None
     graph_break: str = ""

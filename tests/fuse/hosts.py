@@ -288,8 +288,8 @@ def run(host: Host) -> Result:
 
 
 def raised(reports: list[report.GraphReport]) -> dict[str, str]:
-    """Of rules that raised: their graphs are left to the host, whole."""
-    failed = [r.declined for r in reports if str(r.declined).startswith("rewriting failed")]
+    """Of rules that raised: what they were to rewrite is left to the host."""
+    failed = [why for r in reports for why in r.failed]
     return {"a rule": failed[0]} if failed else {}
 
 

@@ -127,9 +127,8 @@ def in_float64(
     actual = step(twin, inputs)
     if isinstance(actual, Exception):
         return Found(f"raises {type(actual).__name__}: {actual}", reports_of(twin))
-    for report in reports_of(twin):
-        if (report.declined or "").startswith("rewriting failed"):  # a rule raised
-            return Found(report.declined or "", reports_of(twin))
+    if failed := [why for report in reports_of(twin) for why in report.failed]:
+        return Found(failed[0], reports_of(twin))
     wrong = difference(wanted, actual)
     if wrong:
         again = step(before, inputs)
