@@ -39,6 +39,7 @@ TABLE = Path(__file__).with_name("coverage.csv")
 TRIED = 5  # cut models of a name of which the host refuses a training step
 REASONS = 3  # that a row names
 Judge = Callable[["Row", Any, Any], "Row"]  # of a row, a small model and its inputs
+AS_DYNAMO = "as torch.compile, not as the host"
 NEAR = 2.0  # points of a share that a sample may lose
 
 
@@ -92,15 +93,28 @@ def small_models(host: str, name: str) -> Iterator[tuple[Any, Any]]:
     yield from shrink.candidates(host, name)
 
 
-def judge(row: Row, model: Any, inputs: Any) -> Row:
-    """The row with what a small model gave. Raises: NotShrunk where the host refuses."""
-    found = in_float64(model, inputs)
+def judge_step(row: Row, model: Any, inputs: Any, compiler: str = "eager") -> Row:
+    """The row with what a training step in float64 gave.
+
+    Raises: NotShrunk where the host refuses.
+    """
+    found = in_float64(model, inputs, compiler=compiler)
     row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
     row.graphs = str(len(found.reports))
+    row.run = f"WRONG: {found.wrong}"[:300] if found.wrong else "same"
     if found.dynamo:
-        row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
+        row.run = f"{AS_DYNAMO}: {found.dynamo}"[:200]
+    return row
+
+
+judge_inductor = partial(judge_step, compiler="inductor")
+
+
+def judge(row: Row, model: Any, inputs: Any) -> Row:
+    """The row with what a small model gave, in every way. Raises: as `judge_step`."""
+    judge_step(row, model, inputs)
+    if row.run.startswith(AS_DYNAMO):
         return row
-    row.run = f"WRONG: {found.wrong}" if found.wrong else "same"
     ways = {
         "fp32": partial(by_2x_rule, model, inputs),
         "by block in bf16": partial(by_2x_rule, model, inputs, True, torch.bfloat16),
@@ -120,17 +134,6 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
         if found.wrong:
             row.run = f"WRONG {way}: {found.wrong}"
     row.run = row.run[:300]
-    return row
-
-
-def judge_inductor(row: Row, model: Any, inputs: Any) -> Row:
-    """The same of a training step in float64 that Inductor compiles."""
-    found = in_float64(model, inputs, compiler="inductor")
-    row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
-    row.graphs = str(len(found.reports))
-    row.run = f"WRONG: {found.wrong}"[:300] if found.wrong else "same"
-    if found.dynamo:
-        row.run = f"as torch.compile, not as the host: {found.dynamo}"[:200]
     return row
 
 
