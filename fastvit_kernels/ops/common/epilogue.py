@@ -544,7 +544,7 @@ def weight_gradients(
         gram = matmul(d.t(), x, out_dtype=torch.float32)
     if len(sums) == 1 < len(d):
         g = sums
-    elif needs_dbias or (needs_dlayer_scale and bias is not None):
+    elif layer.needs_g:
         g = column_sum(sums, torch.empty(N, dtype=torch.float32, device=d.device))
     _weight_launch(N, needs_dweight, needs_dbias, needs_dlayer_scale, bias is not None)(
         *grads,

@@ -97,5 +97,5 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
 
 
 def zeroed(*sums: Tensor | None) -> Any:
-    """Of no rows."""
+    """The sums, or gradients, of no rows: each that is given, filled with 0."""
     return tuple([None if x is None else x.zero_() for x in sums])
