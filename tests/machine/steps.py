@@ -209,7 +209,8 @@ def _gemm_configs() -> None:
     """An MLP, forward and backward, with each GEMM config that ships and fits: few are defaults."""
     here = gpu(torch.device("cpu"))  # the target
     for config in FWD_TABLE.configs:
-        dtype = torch.float32 if config.block_k == 32 else torch.bfloat16
+        is_fp32 = config.block_k == 32 and config.route == "triton"
+        dtype = torch.float32 if is_fp32 else torch.bfloat16
         B, T, C, width = 64, 197, 768, 3072
         key = gemm_key(B * T, width, C, dtype)
         if config.route == "library" or not FWD_TABLE.fits(here, config, *key):

@@ -33,6 +33,7 @@ class GemmConfig(NamedTuple):
     subtiles: int = 1  # parts in which the epilogue takes the columns of a tile
     descriptors: bool = False  # operands come by TMA
     flatten: bool = False  # one loop over tiles and K: the next tile's loads pass this epilogue
+    tma_stores: bool = False  # of the Gluon kernel: results leave by TMA
     max_registers: int = 0  # a thread may take; 0: as many as the compiler likes
 
     def shared(self, itemsize: int) -> int:
@@ -65,6 +66,7 @@ TMA_SMALL = SMALL._replace(descriptors=True)
 WIDE_TMA = GemmConfig("triton", 128, 256, 64, 8, 4, programs_per_sm=1, subtiles=4, descriptors=True)
 # Warps with roles: products, and beside them the epilogue of the tile before them.
 SPECIALIZED = GemmConfig("gluon", 128, 256, 32, 4, 6, programs_per_sm=1, descriptors=True)
+TMA_STORES = SPECIALIZED._replace(tma_stores=True)  # not yet measured
 TMA_FP32 = TILE_FP32._replace(descriptors=True)
 TMA_SMALL_FP32 = SMALL_FP32._replace(descriptors=True)
 
@@ -83,6 +85,7 @@ SHARED_BY_BOTH = (
     TMA_SMALL,
     WIDE_TMA,
     SPECIALIZED,
+    TMA_STORES,
     TMA_FP32,
     TMA_SMALL_FP32,
 )

@@ -16,7 +16,9 @@ The kernel is that of `linear` with an activation, `other` saving z, and that of
 gradient where HIDDEN: then one more warp, `_load_z`, fetches z ahead (those who finish would wait
 for it a third of their time), `other` takes act(z), and partial each warp's sums of dz over its
 rows of a tile (in one row for a tile, through shared memory, they would take a fifth of the time).
-Scales and residuals are not in it: on an H100 proj and fc2 gain nothing by it. fp32 accumulators;
+Where BY_TMA what is written leaves by TMA too, `_finish_by_tma`, through the shared memory that it
+came from; not yet measured. Scales and residuals are not in it: on an H100 proj and fc2 gain
+nothing by it. fp32 accumulators;
 each element is summed over K in order. The sum, with the bias, is rounded once to the operands'
 dtype, as the library rounds it, before the epilogue.
 
@@ -29,7 +31,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...runtime.gluon import fence, fetch, gl, gluon, mbarrier, multiply, multiply_wait, tensor_map
+from ...runtime.gluon import (
+    fence,
+    fetch,
+    gl,
+    gluon,
+    mbarrier,
+    multiply,
+    multiply_wait,
+    put,
+    store_wait,
+    tensor_map,
+)
 from ...runtime.triton import ANY_BATCH, bind_launch, constant
 from .activation import activate, activate_and_derivative
 from .barriers import make_barriers, parity
@@ -48,7 +61,7 @@ class Tiles(NamedTuple):
     x: Any  # two a slot of the ring, 64 rows each
     weight: Any
     sums: Any  # 64 x 64
-    beside: Any  # of z, the same
+    beside: Any  # of z, the same; by TMA without z what is written
 
 
 class Barriers(NamedTuple):
@@ -86,7 +99,16 @@ def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def _stage(
-    acc, bias_ptr, column, N, sums, barriers, phase, FIRST: gl.constexpr, PARTS: gl.constexpr
+    acc,
+    bias_ptr,
+    column,
+    N,
+    sums,
+    barriers,
+    phase,
+    FIRST: gl.constexpr,
+    PARTS: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """The sums, with the bias, to shared memory: parts of 64 columns, FIRST is the first one's."""
     if PARTS > 1:
@@ -94,7 +116,7 @@ def _stage(
         HALF: gl.constexpr = PARTS // 2
         for i in gl.static_range(2):
             at, first = column + i * HALF * COLUMNS, FIRST + i * HALF
-            _stage(halves[i], bias_ptr, at, N, sums, barriers, phase, first, HALF)
+            _stage(halves[i], bias_ptr, at, N, sums, barriers, phase, first, HALF, FENCED)
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         acc = gl.convert_layout(acc, layout, assert_trivial=True)
@@ -104,6 +126,8 @@ def _stage(
             acc += bias.to(gl.float32)[None, :]
         mbarrier.wait(barriers.free.index(FIRST), phase ^ 1)
         sums.index(FIRST).store(acc.to(sums.dtype))
+        if FENCED:
+            fence()  # TMA stores them as z
         mbarrier.arrive(barriers.staged.index(FIRST), count=1)
 
 
@@ -116,6 +140,7 @@ def _multiply(
     B_K_LAST: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP_OF: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """The products of the group's rows of each tile."""
     sums, empty = tiles.sums, barriers.empty
@@ -143,7 +168,7 @@ def _multiply(
         acc = multiply_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
         column = pid_n * BLOCK_N
-        _stage(acc, bias_ptr, column, N, sums, barriers, phase, GROUP_OF * PARTS, PARTS)
+        _stage(acc, bias_ptr, column, N, sums, barriers, phase, GROUP_OF * PARTS, PARTS, FENCED)
         phase ^= 1
 
 
@@ -185,9 +210,11 @@ def _store_sums(dsums, partial_ptr, pid_m, column, N):
 
 
 @gluon.jit
-def _finish(pointers, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr):
+def _finish_by_pointers(
+    written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr
+):
     """From the sums of each tile to what is written, 64 x 64 of them at once."""
-    out_ptr, other_ptr, partial_ptr = pointers
+    out_ptr, other_ptr, partial_ptr = written
     sums, landed, read = tiles.sums, barriers.landed, barriers.read
     M, N, _ = sizes
     PARTS: gl.constexpr = sums.shape[0] // 2
@@ -238,6 +265,86 @@ def _finish(pointers, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: 
 
 
 @gluon.jit
+def _send(x, out, at, buffer):
+    """A part to memory by TMA, through the buffer, which is not free before TMA has read it."""
+    buffer.store(x.to(buffer.dtype))
+    fence()
+    put(out, at, buffer)
+
+
+@gluon.jit
+def _finish_by_tma(written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr):
+    """As `_finish_by_pointers`. act leaves from where z was, dz from where its sums were, which are
+    free once TMA has read them: the sums a step later. z of `linear` leaves as it was staged."""
+    out, other, partial_ptr = written
+    sums = tiles.sums
+    M, N, _ = sizes
+    PARTS: gl.constexpr = sums.shape[0] // 2
+    dtype: gl.constexpr = sums.dtype
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if partial_ptr is not None:
+        dsums = _sum_own(gl.zeros((ROWS, COLUMNS), gl.float32, layout))
+    phase = 0
+    z_phase = 0
+    before = 0  # the part of the last step
+    num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, PARTS * COLUMNS)
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        pid_m, pid_n = grouped_tile(tile, M, N, 2 * ROWS, PARTS * COLUMNS, GROUP)
+        for step in range(2 * PARTS):
+            half = step % 2
+            part = half * PARTS + step // 2
+            column = (pid_n * PARTS + step // 2) * COLUMNS
+            at = [(2 * pid_m + half) * ROWS, column]
+            staged, beside = sums.index(part), tiles.beside.index(half)
+            if HIDDEN:
+                mbarrier.wait(barriers.landed.index(half), z_phase)
+                z = beside.load(layout).to(gl.float32)
+                z_phase ^= half
+                act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
+                if other is not None:
+                    _send(act, other, at, beside)
+                mbarrier.wait(barriers.staged.index(part), phase)
+                y = staged.load(layout).to(gl.float32) * derivative
+                if partial_ptr is not None:
+                    if half == 0:
+                        dsums = _sum_own(y)
+                    else:
+                        _store_sums(dsums + _sum_own(y), partial_ptr, pid_m, column, N)
+                _send(y, out, at, staged)
+                store_wait(1)  # all but this step's dz
+                mbarrier.arrive(barriers.read.index(half), count=1)
+                begun = (step > 0) | (tile >= gl.num_programs(0))
+                mbarrier.arrive(barriers.free.index(before), count=1, pred=begun)
+                before = part
+            else:
+                mbarrier.wait(barriers.staged.index(part), phase)
+                if other is not None:
+                    put(other, at, staged)
+                y = activate(staged.load(layout).to(gl.float32), ACTIVATION, dtype)
+                _send(y, out, at, beside)
+                store_wait(1)  # all but this step's y
+                mbarrier.arrive(barriers.free.index(part), count=1)
+        phase ^= 1
+    store_wait(0)
+
+
+@gluon.jit
+def _finish(
+    written,
+    tiles,
+    barriers,
+    sizes,
+    ACTIVATION: gl.constexpr,
+    HIDDEN: gl.constexpr,
+    BY_TMA: gl.constexpr,
+):
+    if BY_TMA:
+        _finish_by_tma(written, tiles, barriers, sizes, ACTIVATION, HIDDEN)
+    else:
+        _finish_by_pointers(written, tiles, barriers, sizes, ACTIVATION, HIDDEN)
+
+
+@gluon.jit
 def _buffers(tensor_map, COUNT: gl.constexpr):
     """Shared memory for so many blocks of what a map passes."""
     block: gl.constexpr = tensor_map.block_type.shape
@@ -247,8 +354,8 @@ def _buffers(tensor_map, COUNT: gl.constexpr):
 
 @gluon.jit(**ANY_BATCH)
 def _gemm_warp_specialized_kernel(
-    out_ptr,
-    other_ptr,
+    out,
+    other,
     partial_ptr,
     x,
     weight,
@@ -261,6 +368,7 @@ def _gemm_warp_specialized_kernel(
     ACTIVATION: gl.constexpr,
     HIDDEN: gl.constexpr,
     STAGES: gl.constexpr,
+    BY_TMA: gl.constexpr,
 ):
     sizes = M, N, K
     BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
@@ -273,15 +381,18 @@ def _gemm_warp_specialized_kernel(
     beside = sums  # nothing is read there
     if HIDDEN:
         beside = _buffers(z, 2)
-    pointers = out_ptr, other_ptr, partial_ptr
+    elif BY_TMA:
+        beside = _buffers(out, 2)
+    FENCED: gl.constexpr = BY_TMA and not HIDDEN
+    written = out, other, partial_ptr
     tiles = Tiles(_buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside)
     barriers = Barriers(full, empty, staged, free, make_barriers(2, 1), make_barriers(2, 1))
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
-            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0)),
-            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1)),
-            (_finish, (pointers, tiles, barriers, sizes, ACTIVATION, HIDDEN)),
+            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0, FENCED)),
+            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1, FENCED)),
+            (_finish, (written, tiles, barriers, sizes, ACTIVATION, HIDDEN, BY_TMA)),
             (_load, (x, weight, tiles, barriers, sizes, B_K_LAST, STAGES)),
             (_load_z, (z, tiles, barriers, sizes, HIDDEN)),
         ],
@@ -311,7 +422,7 @@ def launch_warp_specialized(
         bias: (N,) or None.
     """
     tile, (M, K), N = plan.tile, a.shape, out.shape[-1]
-    k_last, hidden = tile.B_K_LAST, z is not None
+    k_last, hidden, by_tma = tile.B_K_LAST, z is not None, plan.config.tma_stores
     launch = plan.launches.get((activation, hidden))
     if launch is None:
         launch = plan.launches[activation, hidden] = bind_launch(
@@ -321,24 +432,30 @@ def launch_warp_specialized(
             ACTIVATION=activation,
             HIDDEN=hidden,
             STAGES=plan.options["num_stages"],
+            BY_TMA=by_tma,
             num_warps=4,
         )
     block_k, block_n = tile.BLOCK_K, tile.BLOCK_N
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
-    if z is not None:
-        z = tensor_map(z, (M, N), (N, 1), (ROWS.value, COLUMNS.value))
+    given = out, other
+    if by_tma:
+        given = (None if x is None else _parts(x, M, N) for x in given)
     launch(
-        out,
-        other,
+        *given,
         partial,
         tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
         tensor_map(b, rows, (max(b.stride()), 1), block),
-        z,
+        None if z is None else _parts(z, M, N),
         bias,
         M,
         N,
         K,
     )
+
+
+def _parts(x: Tensor, M: int, N: int) -> Any:
+    """Of x (M, N): what is finished at once."""
+    return tensor_map(x, (M, N), (N, 1), (ROWS.value, COLUMNS.value))
 
 
 __all__ = ["FINISHERS", "launch_warp_specialized"]

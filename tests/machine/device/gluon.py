@@ -23,7 +23,7 @@ from fastvit_kernels.accuracy.runner import poisoned
 from fastvit_kernels.ops.attention.configs import own_bwd, own_fwd
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
-from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_STORES
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -104,10 +104,10 @@ def _five_products(T: int, D: int, call: Callable[..., Call], num_sms: int, **op
     return case
 
 
-def _gemm(mlp: bool, activation: str = "gelu", **options: Any) -> Case:
+def _gemm(mlp: bool, activation: str = "gelu", config: Any = SPECIALIZED, **options: Any) -> Case:
     """Six tiles of 128 x 256, the last of each axis in part, K in four, on two SMs."""
     B, T, C, N = 4, 65, 200, 392
-    own = dict(linear_fwd=SPECIALIZED, mlp_bwd_hidden=SPECIALIZED)
+    own = dict(linear_fwd=config, mlp_bwd_hidden=config)
 
     def case(rand: Draw) -> tuple[Call, Run]:
         x, weight, bias = rand(B, T, C), rand(N, C), rand(N)  # wide: erf takes both its branches
@@ -144,6 +144,13 @@ CASES: dict[str, tuple[Case, str, int]] = {
     "GEMM": (_gemm(mlp=False), "bfloat16", 0),
     "GEMM of an MLP": (_gemm(mlp=True), "float16", 2),
     "GEMM of an MLP, rebuilt": (_gemm(True, "gelu_tanh", recompute=True), "bfloat16", 1),
+    "GEMM stored by TMA": (_gemm(False, config=TMA_STORES), "float16", 1),
+    "GEMM of an MLP, stored by TMA": (_gemm(True, config=TMA_STORES), "bfloat16", 0),
+    "GEMM of an MLP, rebuilt, stored by TMA": (
+        _gemm(True, "gelu_tanh", TMA_STORES, recompute=True),
+        "float16",
+        2,
+    ),
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_STORES
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from tests.machine.aot import TARGETS
@@ -81,10 +81,12 @@ def main(target: str, *names: str) -> None:
     x, weight, bias = (torch.randn(size).bfloat16() for size in ((2, 37, 136), (136, 136), 136))
     qkv = torch.randn(1, 70, 3, 1, 32).bfloat16()
     product = partial(fk.linear, x, weight, bias, activation="gelu")
+    saving = partial(fk.linear, x, weight.clone().requires_grad_(), bias, activation="gelu")
     calls: dict[str, tuple[Any, Any]] = {
         "linear": (product, None),
         "attention": (partial(fk.attention, qkv), None),
         "roles": (product, SPECIALIZED),  # minutes
+        "stores": (saving, TMA_STORES),
     }
     for name in names:
         for row in of_call(target, *calls[name]):
