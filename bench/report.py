@@ -195,6 +195,9 @@ def docs(results: Sequence[Result], committed: Path = COMMITTED) -> str:
     return "\n".join(text).strip()
 
 
+OURS = {"swapped": "ours, `fk.swap_in`", "backend": 'ours, `backend="fastvit_kernels"`'}
+
+
 def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
     """A training step in three figures, and one picture."""
     shown = []
@@ -205,7 +208,7 @@ def readme(results: Sequence[Result], committed: Path = COMMITTED) -> str:
         columns = {r.provider: r for r in steps if r.provider in (BASELINE, "compile")}
         if ours is None or BASELINE not in columns or not _on_gpu(rows):
             continue
-        kinds = {**columns, "ours": ours}
+        kinds = {**columns, OURS.get(ours.provider, "ours"): ours}
         figures = [
             ["images/s", *(number(r.images_per_s, ",.0f") for r in kinds.values())],
             ["peak memory, GiB", *(number((r.peak_mib or 0) / GIB, ".1f") for r in kinds.values())],
