@@ -46,7 +46,7 @@ def fastvit_kernels(
         options: {"compiler": "inductor" or "eager", "memory": "default" or "low",
             "drop_path": "mask" or "skip"}; all others are Inductor's.
     """
-    ours = Options.read(options)
+    ours = Options.read(options, mode)
     made = rewrite(gm, example_inputs, ours)
     if ours.compiler == "eager":
         run_checkpoints(made)

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Iterable, Mapping
 from inspect import getattr_static
 from types import FunctionType
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
 from . import report, select
 from .report import Calls, SwapReport
-from .settings import Compiler, DropPath, Memory
+from .settings import Compiler, DropPath, Memory, Options
 from .swapped import (
     REPLICATE,
     Settings,
@@ -91,18 +91,12 @@ def swap_in(
     Warns: once if nothing is fused, and once when Dynamo's recompile limit is reached.
     """
     model = select.unwrapped("swap_in", model)
-    _check_choice("compiler", compiler, Compiler)
-    _check_choice("memory", memory, Memory)
-    _check_choice("drop_path", drop_path, DropPath)
-    if mode is not None and compiler != "inductor":
-        raise ValueError(f"swap_in: mode={mode!r} is Inductor's: give compiler='inductor' too")
-    if memory == "low" and compiler == "inductor":
-        raise ValueError("swap_in: memory='low' is for compiler='eager' alone")
+    settings = Settings(compiler, mode, memory, drop_path, bool(only or skip))
+    Options.read(settings.options(), mode, "swap_in: ")
     select.check_untouched(model, regional)
     chosen, left_out = select.select(model, only, skip, regional)
     if not chosen or not any(p.requires_grad or p.numel() for p in model.parameters()):
         warnings.warn(f"swap_in: {type(model).__name__}: nothing to fuse", stacklevel=2)
-    settings = Settings(compiler, mode, memory, drop_path, bool(only or skip))
     swap_out(model)
     calls = []
     for name, module in chosen.items():
@@ -116,11 +110,6 @@ def swap_in(
 
         found.measured = measure_step(model, *arguments_of(measure), lambda: swap_out(model))
     return found
-
-
-def _check_choice(argument: str, given: Any, choices: Any) -> None:
-    if given not in get_args(choices):
-        raise ValueError(f"swap_in: {argument} must be one of {get_args(choices)}, got {given!r}")
 
 
 def swap_out(model: nn.Module) -> None:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from fastvit_kernels import status, swap_in, swap_out
 from fastvit_kernels.fuse import dynamo as ours
+from fastvit_kernels.fuse.backend import fastvit_kernels
 
 ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
 
@@ -923,3 +924,49 @@ def test_what_dynamo_cannot_trace_runs_its_host_and_says_so_once():
     assert "ran twice" not in str(found[0].message)
     with no_warning():
         assert_same(model(x), host(x))
+
+
+# What is misspelled is said at the call.
+
+MODES = tuple(torch._inductor.list_mode_options())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(mode="reduce_overhead"), f"mode must be one of {MODES}, got 'reduce_overhead'"),
+        (
+            dict(compiler="inducter"),
+            "compiler must be one of ('inductor', 'eager'), got 'inducter'",
+        ),
+    ],
+)
+def test_swap_in_says_what_is_misspelled(options, text):
+    model = vit()
+    with pytest.raises(ValueError, match=r"^swap_in: ") as found:
+        swap_in(model, **{"compiler": "inductor", **options})
+    assert str(found.value) == f"swap_in: {text}"
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("drop_pth", "drop_path"), ("max_autotun", "max_autotune"), ("zzzz", "")],
+)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_torch_compile_says_what_is_misspelled(compiler, option, hint):
+    options = {"compiler": compiler, option: True}
+    model = torch.compile(vit(), backend=fastvit_kernels, options=options)
+    with pytest.raises(dynamo.exc.BackendCompilerFailed) as found:
+        model(images())
+    text = f"option {option!r} is neither ours (compiler, memory, drop_path) nor Inductor's"
+    assert type(found.value.inner_exception) is ValueError
+    assert str(found.value.inner_exception) == text + (hint and f"; did you mean {hint}?")
+
+
+def test_torch_compile_says_that_its_mode_is_misspelled():
+    model = torch.compile(vit(), backend=fastvit_kernels, mode="reduce_overhead")
+    with pytest.raises(dynamo.exc.BackendCompilerFailed) as found:
+        model(images())
+    text = f"mode must be one of {MODES}, got 'reduce_overhead'"
+    assert str(found.value.inner_exception) == text
