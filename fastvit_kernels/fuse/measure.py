@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from . import select
+from .batch import arguments_of, noting
 from .select import tensors
 from .swapped import swapped_methods
 
@@ -22,8 +23,7 @@ ADVICE = "the GPU waits for the host: use mode='reduce-overhead'"
 
 def measure_step(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    batch: Any,
     undo: Callable[[], None],
 ) -> str:
     """Keep the swap only if the step, forward and backward, is faster by more than the noise.
@@ -36,9 +36,12 @@ def measure_step(
     """
     swapped = [(s.module, s) for s in swapped_methods(model)]
     before = [(p, p.grad) for p in model.parameters()]
-    step = _step_of(model, args, kwargs)
+    step = _step_of(model, *arguments_of(batch))
     try:
         with select.kept(model):
+            undo()
+            with noting("swap_in", "measure", batch):
+                step()
             times, share = _in_turns(swapped, step, undo)
     except BaseException:
         undo()

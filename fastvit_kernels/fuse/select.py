@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -156,25 +156,6 @@ def _others(model: nn.Module, known: list[str], reason: str) -> list[Left]:
     """A row for each of the widest modules that hold none of the known ones."""
     found = _without(model, "", known)
     return [Left(name, "", 0, reason) for name, _ in found]
-
-
-def try_example(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], undo: Callable[[], None]
-) -> None:
-    """Call the model once, and leave buffers and random numbers as they were.
-
-    Raises: what the host raises on these arguments, after `undo`.
-    """
-    with kept(model):
-        try:
-            model(*args, **kwargs)
-            return
-        except Exception as error:
-            failure = error
-    undo()
-    with kept(model):
-        model(*args, **kwargs)  # the host's own words
-    raise failure
 
 
 @contextmanager

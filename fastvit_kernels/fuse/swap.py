@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from inspect import getattr_static
 from types import FunctionType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from . import report, select
+from .batch import check_batch, try_example
 from .report import Calls, SwapReport
 from .settings import Compiler, DropPath, Memory, Options
 from .swapped import (
@@ -39,13 +40,6 @@ def _install(name: str, module: nn.Module, settings: Settings, methods: list[str
     for swapped in made:
         swapped.put_into(module)
     return [swapped.calls for swapped in made]
-
-
-def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a batch is given to a model: a tensor, a tuple of arguments, or keyword arguments."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
 def swap_in(
@@ -85,14 +79,17 @@ def swap_in(
             turns, and keep the swap only if it is faster by more than the noise. The report has
             the times.
     Returns: a SwapReport: .share, .left, .graphs; print it to read it.
-    Raises: TypeError if model is not an nn.Module; ValueError for a name that the model does not
-        have, an unknown option, or a model already sharded, compiled, scripted or quantised; and
-        what the model raises on `example`. The model is then unchanged.
+    Raises: TypeError if model is not an nn.Module, or a batch none of these; ValueError for a name
+        that the model does not have, an unknown option, or a model already sharded, compiled,
+        scripted or quantised; and what the model raises on a batch. The model is then unchanged.
     Warns: once if nothing is fused, and once when Dynamo's recompile limit is reached.
     """
     model = select.unwrapped("swap_in", model)
     settings = Settings(compiler, mode, memory, drop_path, bool(only or skip))
     Options.read(settings.options(), mode, "swap_in: ")
+    for argument, batch in (("example", example), ("measure", measure)):
+        if batch is not None:
+            check_batch("swap_in", argument, batch)
     select.check_untouched(model, regional)
     chosen, left_out = select.select(model, only, skip, regional)
     if not chosen or not any(p.requires_grad or p.numel() for p in model.parameters()):
@@ -104,11 +101,11 @@ def swap_in(
         calls += _install(name, module, settings, methods)
     found = SwapReport(list(chosen), calls, left_out, model=report.weakly(model))
     if example is not None:
-        select.try_example(model, *arguments_of(example), undo=lambda: swap_out(model))
+        try_example(model, example, lambda: swap_out(model))
     if measure is not None:
         from .measure import measure_step
 
-        found.measured = measure_step(model, *arguments_of(measure), lambda: swap_out(model))
+        found.measured = measure_step(model, measure, lambda: swap_out(model))
     return found
 
 

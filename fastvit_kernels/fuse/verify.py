@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import select, swap
+from .batch import arguments_of, check_batch, noting
 from .report import GraphReport
 from .select import tensors
 from .swapped import swapped_methods
@@ -79,16 +80,19 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyRe
         batch: a tensor, a tuple of arguments, or a dict of keyword arguments.
         tolerance: the largest error, relative to a tensor's largest value, that counts as rounding.
     Returns: a VerifyReport: .ok, .different, .differences; print it to read it.
-    Raises: TypeError if model is not an nn.Module; what the model raises on this batch.
+    Raises: TypeError if model is not an nn.Module, or batch none of these; what the model raises on
+        this batch.
     """
     model = select.unwrapped("verify", model)
-    args, kwargs = swap.arguments_of(batch)
+    check_batch("verify", "batch", batch)
+    args, kwargs = arguments_of(batch)
     fused = copy.deepcopy(model).double()
     host = copy.deepcopy(model).double()
     swap.swap_out(host)
     if not swapped_methods(fused):
         swap.swap_in(fused)
-    wanted = _step(host, args, kwargs)
+    with noting("verify", "batch", batch):
+        wanted = _step(host, args, kwargs)
     actual = _step(fused, args, kwargs)
     found = sorted(_compare(actual, wanted), key=lambda d: -d.error)
     graphs = [g for s in swapped_methods(fused) for g in s.calls.graphs]

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..fuse.batch import arguments_of, check_batch, noting
 from ..fuse.measure import ADVICE, HOST_BOUND
-from ..fuse.select import tensors
-from ..fuse.swap import arguments_of, swap_in, swap_out
+from ..fuse.select import tensors, unwrapped
+from ..fuse.swap import swap_in, swap_out
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.configs import recording
 from ..runtime.triton import triton
@@ -115,7 +116,7 @@ class Runner:
     def loss(self) -> Tensor:
         """The callable's; else the mean square of the outputs."""
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            if callable(self.batch) and not isinstance(self.batch, Tensor):
+            if is_callable(self.batch):
                 found = self.batch(self.forward)
             else:
                 args, kwargs = arguments_of(self.batch)
@@ -209,7 +210,8 @@ class Race:
             made.host_ms = host_ms(made.run, next(model.parameters()).device)
         except Exception as error:
             if name == EAGER:
-                raise
+                with noting("compare", "batch", self.batch):
+                    raise
             made.run = lambda: None  # what it held is freed
             made.outcome = failure(error, self.timer)
         self.found.append(made)
@@ -247,7 +249,7 @@ def host_ms(run: Callable[[], Any], device: torch.device) -> float | None:
 def judge(model: nn.Module, batch: Any, autocast: torch.dtype | None, timer: Timer) -> Outcome:
     """Whether the model keeps the 2x rule through our ops on this batch; in evaluation, where
     nothing is drawn."""
-    if not isinstance(batch, (Tensor, tuple, Mapping)):
+    if is_callable(batch):
         return Outcome(OK, "numbers not compared: the batch is a callable")
     model = copy.deepcopy(model).eval()
     return judging(lambda: verdict(model_errors(model, batch, autocast=autocast)), timer)
@@ -314,10 +316,18 @@ def compare(
         name: what to call the model. Default: its class.
         say: called with progress lines, such as `print`.
     Returns: a Comparison; print it to read it. A way that fails has a row that says why.
-    Raises: ValueError for another way or numbers below 1; what the model raises on the batch.
+    Raises: TypeError if model is not an nn.Module, batch none of these or autocast no dtype;
+        ValueError for another way or numbers below 1; what the model raises on the batch.
     """
+    unwrapped("compare", model)
+    if not is_callable(batch):
+        check_batch("compare", "batch", batch, also=", or a callable that takes the model")
+    if not isinstance(autocast, (torch.dtype, type(None))):
+        wanted = "a dtype such as torch.bfloat16, or None"
+        raise TypeError(f"compare: autocast must be {wanted}, got {autocast!r}")
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
+    ways = [ways] if isinstance(ways, str) else ways
     asked = list((ON_GPU if on_gpu else ON_CPU) if ways is None else ways)
     asked += SEARCHES if max_autotune else ()
     if unknown := [way for way in asked if way not in WAYS]:
@@ -343,5 +353,10 @@ def compare(
 
 
 def first_tensor(batch: Batch) -> Tensor | None:
-    given = None if callable(batch) and not isinstance(batch, Tensor) else batch
+    given = None if is_callable(batch) else batch
     return next((x for _, x in tensors(given, "input")), None)
+
+
+def is_callable(batch: Any) -> bool:
+    """Whether it takes the model and gives a loss. Some tensors and arrays have a __call__."""
+    return callable(batch) and not isinstance(batch, (Tensor, tuple, Mapping))

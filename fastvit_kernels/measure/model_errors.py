@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..accuracy.accuracy import Error, Tensors, measure_all
+from ..fuse.batch import arguments_of
 from ..fuse.select import tensors
-from ..fuse.swap import arguments_of, swap_in, swap_out
+from ..fuse.swap import swap_in, swap_out
 from ..runtime.backend import backend
 
 

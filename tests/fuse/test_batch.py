@@ -1,0 +1,109 @@
+"""A batch: one check for every call, and a note on what the model itself raises."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo as dynamo
+from swapped import images, vit
+
+import fastvit_kernels as fk
+
+CALLS = {
+    "swap_in: example": lambda model, x: fk.swap_in(model, example=x),
+    "swap_in: measure": lambda model, x: fk.swap_in(model, measure=x),
+    "verify: batch": fk.verify,
+    "compare: batch": lambda model, x: fk.compare(model, x, steps=1, seconds=0.01),
+}
+by_call = pytest.mark.parametrize("call", CALLS)
+WRONG = {
+    "array": (np.zeros((2, 3, 32, 32), np.float32), r"got numpy.ndarray: torch.from_numpy\({}\)$"),
+    "list": ([images()], r"got list; if forward takes one as it is: \({},\)$"),
+    "shape": ((2, 3, 64, 64), r"got 4 numbers; of a shape: torch.randn\(2, 3, 64, 64\)$"),
+    "size": (images().shape, r"of a shape: torch.randn\("),
+    "text": ("images", r"got str; "),
+    "callable": (lambda model: model(images()), r"got function$"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@by_call
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_batch_is_refused_in_one_line(call, wrong):
+    if (call, wrong) == ("compare: batch", "callable"):
+        pytest.skip("compare takes a callable")
+    batch, text = WRONG[wrong]
+    model = vit()
+    wanted = f"^{call} must be a tensor, a tuple of forward's arguments or a dict of keyword "
+    with pytest.raises(TypeError, match=wanted + ".*" + text.format(call.split()[1])):
+        CALLS[call](model, batch)
+    assert "forward" not in vars(model)
+
+
+FAILS = {
+    "labels": (lambda: (images(), torch.zeros(2).long()), True),
+    "size": (lambda: images(size=40), False),
+    "keyword": (lambda: dict(pixels=images()), False),
+}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 knows no notes")
+@by_call
+@pytest.mark.parametrize("case", FAILS)
+def test_the_models_own_error_stays_and_has_a_note(call, case):
+    make, is_tuple = FAILS[case]
+    batch, model = make(), vit()
+    with pytest.raises(Exception) as host:
+        model(**batch) if isinstance(batch, dict) else model(*batch if is_tuple else (batch,))
+    with pytest.raises(type(host.value)) as found:
+        CALLS[call](model, batch)
+    assert str(found.value) == str(host.value) or call == "verify: batch"  # which is in float64
+    (note,) = found.value.__notes__
+    assert note.startswith(call.replace(": ", ": the model itself raised on ") + " ")
+    assert ("give the images alone, labels are not needed" in note) == is_tuple
+    assert ("[2, 3, 32, 32]" in note) == (case in ("labels", "keyword"))
+    assert "forward" not in vars(model)
+
+
+@by_call
+def test_without_notes_the_error_is_the_models_alone(call):
+    class Error(Exception):
+        """As in Python 3.10."""
+
+        def __getattribute__(self, name):
+            if name == "add_note":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    def fails(module, args):
+        raise Error("mine")
+
+    model = vit()
+    model.register_forward_pre_hook(fails)
+    with pytest.raises(Error, match=r"^mine$"):
+        CALLS[call](model, images())
+
+
+@by_call
+def test_an_error_of_the_swapped_model_alone_is_not_called_the_models(call, monkeypatch):
+    """Planted: the rewriting of a graph breaks what the model can run."""
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr("fastvit_kernels.fuse.swapped.Swapped.first_call", broken)
+    if call == "compare: batch":  # its row says so
+        assert fk.compare(vit(), images(), steps=1, seconds=0.01).rows[1].note.endswith("ours")
+        return
+    with pytest.raises(RuntimeError, match=r"^ours$") as found:
+        CALLS[call](vit(), images())
+    assert not getattr(found.value, "__notes__", [])
