@@ -8,6 +8,7 @@ TypeError of one line where torch takes more than the op's contract.
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ tensors = functools.partial(tree_map_only, Tensor)
 @functools.cache
 def tables() -> dict[str, Any]:
     define_torchvision_operators()
-    from torch.testing._internal.common_methods_invocations import op_db
+    with mock.patch.object(torch.backends, "disable_global_flags"):  # for the process, for good
+        from torch.testing._internal.common_methods_invocations import op_db
 
     return {info.name: info for info in op_db if info.name in OPS and not info.variant_test_name}
 
