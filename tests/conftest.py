@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -98,6 +99,8 @@ def pytest_addoption(parser):
         default=[],
         help="run every case, precision and config as PTX of this GPU",
     )
+    scripts = parser.getgroup("scripts", "tests/test_recipes.py, tests/test_examples.py")
+    scripts.addoption("--scripts", action="store_true", help="run docs/ scripts too: minutes")
 
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
@@ -106,13 +109,18 @@ ON_THE_CPU += ("test_quick.py", "test_measure.py", "test_targets.py")
 ON_THE_CPU += ("test_traffic.py",)
 
 
-def pytest_collection_modifyitems(items):
+SCRIPTS = ("test_recipes.py", "test_examples.py")
+
+
+def pytest_collection_modifyitems(config, items):
     """Mark what is for the interpreter alone, and leave out what this machine cannot run."""
-    items.sort(key=lambda item: item.path.name != "test_recipes.py")  # the longest do not come last
     has_gpu, here = torch.cuda.is_available(), Path(__file__).parent
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     on_the_cpu = pytest.mark.skip(reason="runs on the CPU: CUDA_VISIBLE_DEVICES= pytest ...")
+    scripts = pytest.mark.skip(reason="minutes; CI runs it with today's packages: pytest --scripts")
     for item in items:
+        if item.path.name in SCRIPTS and not config.getoption("--scripts"):
+            item.add_marker(scripts)
         needs_gpu = "gpu" in item.keywords
         if not needs_gpu and any(
             fnmatch(item.path.relative_to(here).parts[0], name) for name in ON_THE_CPU
@@ -122,3 +130,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(no_gpu)
         elif has_gpu and "interpreter" in item.keywords:
             item.add_marker(on_the_cpu)
+
+
+def pytest_collection_finish(session):
+    """What torch, triton and the tests' modules have made stays: no collection walks it again."""
+    gc.collect()
+    gc.freeze()

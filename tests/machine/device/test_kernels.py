@@ -61,7 +61,7 @@ def test_whole_numbers_exact(where):
     assert "the bits of float64" in python("-m", "tests.machine.device.exact", where)
 
 
-@pytest.mark.parametrize("name", [*CASES, "bfloat16", "float16"])
+@pytest.mark.parametrize("name", [*CASES, "bfloat16"])
 def test_gluon_kernels(name):
     """Of gluon.py; by a dtype's name a training step on the default routes."""
     assert f"right: {name}" in python("-m", "tests.machine.device.gluon", name)
