@@ -61,6 +61,20 @@ BWD_TABLE = ConfigTable(
 )
 
 
+@triton.jit
+def _load_halves(gate_ptr, value_ptr, offs, gate_column, value_column, mask):
+    gate = tl.load(gate_ptr + (offs + gate_column), mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
+    return gate, value
+
+
+@triton.jit
+def _store_halves(ptr, gate, value, offs, gate_column, value_column, mask):
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    tl.store(ptr + (offs + gate_column), gate.to(dtype), mask=mask)
+    tl.store(ptr + (offs + value_column), value.to(dtype), mask=mask)
+
+
 @triton.jit(**ANY_BATCH)
 def _gate_fwd_kernel(
     hidden_ptr,
@@ -82,8 +96,8 @@ def _gate_fwd_kernel(
     offs_f = tl.program_id(1).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (offs_m < M)[:, None] & (offs_f < F)[None, :]
     offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
-    gate = tl.load(gate_ptr + (offs + gate_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(value_ptr + (offs + value_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
+    in_z = gate_column * VECTOR, value_column * VECTOR
+    gate, value = _load_halves(gate_ptr, value_ptr, offs, *in_z, mask)
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     hidden = activate(gate, ACTIVATION, dtype) * value
     hidden_ptrs = hidden_ptr + (offs_m[:, None] * F + offs_f[None, :])
@@ -116,8 +130,8 @@ def _gate_bwd_kernel(
 ):
     # Program (f, s) walks the rows of split s; partial[s] = sum dz, in dz's columns.
     F, stride_z_m, stride_dz_m = F * VECTOR, stride_z_m * VECTOR, stride_dz_m * VECTOR
-    gate_column, value_column = gate_column * VECTOR, value_column * VECTOR
-    dgate_column, dvalue_column = dgate_column * VECTOR, dvalue_column * VECTOR
+    in_z = gate_column * VECTOR, value_column * VECTOR
+    in_dz = dgate_column * VECTOR, dvalue_column * VECTOR
     offs_f = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
     first = tl.program_id(1).to(tl.int64) * rows_per_split
@@ -129,8 +143,7 @@ def _gate_bwd_kernel(
         offs_m = row + tl.arange(0, BLOCK_R).to(tl.int64)
         mask = (offs_m < last)[:, None] & mask_f[None, :]
         offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
-        gate = tl.load(gate_ptr + (offs + gate_column), mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
+        gate, value = _load_halves(gate_ptr, value_ptr, offs, *in_z, mask)
         offs = offs_m[:, None] * F + offs_f[None, :]
         dhidden = tl.load(dhidden_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         act, derivative = activate_and_derivative(gate, ACTIVATION, dz_dtype)
@@ -139,15 +152,14 @@ def _gate_bwd_kernel(
             tl.store(hidden_ptr + offs, hidden, mask=mask)
         dgate, dvalue = dhidden * value * derivative, dhidden * act
         offs = offs_m[:, None] * stride_dz_m + offs_f[None, :]
-        tl.store(dz_ptr + (offs + dgate_column), dgate.to(dz_dtype), mask=mask)
-        tl.store(dz_ptr + (offs + dvalue_column), dvalue.to(dz_dtype), mask=mask)
+        _store_halves(dz_ptr, dgate, dvalue, offs, *in_dz, mask)
         if SUM_DZ:
             sum_dgate += dgate
             sum_dvalue += dvalue
     if SUM_DZ:
-        partial_ptrs = partial_ptr + tl.program_id(1).to(tl.int64) * stride_dz_m + offs_f
-        tl.store(partial_ptrs + dgate_column, tl.sum(sum_dgate, axis=0), mask=mask_f)
-        tl.store(partial_ptrs + dvalue_column, tl.sum(sum_dvalue, axis=0), mask=mask_f)
+        partial_ptr += tl.program_id(1).to(tl.int64) * stride_dz_m
+        sums = tl.sum(sum_dgate, axis=0), tl.sum(sum_dvalue, axis=0)
+        _store_halves(partial_ptr, *sums, offs_f, *in_dz, mask_f)
 
 
 @triton.jit(**ANY_BATCH)
@@ -176,8 +188,8 @@ def _gate_norm_fwd_kernel(
     mask_m, mask_f = offs_m < M, offs_f < F
     mask = mask_m[:, None] & mask_f[None, :]
     offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
-    gate = tl.load(gate_ptr + (offs + gate_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
-    value = tl.load(value_ptr + (offs + value_column * VECTOR), mask=mask, other=0.0).to(tl.float32)
+    in_z = gate_column * VECTOR, value_column * VECTOR
+    gate, value = _load_halves(gate_ptr, value_ptr, offs, *in_z, mask)
     weight = tl.load(weight_ptr + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     dtype: tl.constexpr = normed_ptr.dtype.element_ty
     hidden = activate(gate, ACTIVATION, dtype) * value
@@ -225,8 +237,8 @@ def _gate_norm_bwd_kernel(
     # Program p takes row blocks p, p + P, ...
     # partial[p] = [sum dz, in dz's columns] [dweight (F)] [dbias (F)]
     F, stride_z_m, stride_dz_m = F * VECTOR, stride_z_m * VECTOR, stride_dz_m * VECTOR
-    gate_column, value_column = gate_column * VECTOR, value_column * VECTOR
-    dgate_column, dvalue_column = dgate_column * VECTOR, dvalue_column * VECTOR
+    in_z = gate_column * VECTOR, value_column * VECTOR
+    in_dz = dgate_column * VECTOR, dvalue_column * VECTOR
     pid = tl.program_id(0).to(tl.int64)
     offs_f = tl.arange(0, BLOCK_F)
     mask_f = offs_f < F
@@ -241,8 +253,7 @@ def _gate_norm_bwd_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_f[None, :]
         offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
-        gate = tl.load(gate_ptr + (offs + gate_column), mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
+        gate, value = _load_halves(gate_ptr, value_ptr, offs, *in_z, mask)
         offs = offs_m[:, None] * F + offs_f[None, :]
         dnormed = tl.load(dnormed_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         mean = tl.load(stats_ptr + offs_m, mask=mask_m, other=0.0)
@@ -262,8 +273,7 @@ def _gate_norm_bwd_kernel(
         mean_g_xhat = tl.sum(g * xhat, axis=1) / F
         if REREAD:  # what lives across the two sums would take the registers of the four
             offs = offs_m[:, None] * stride_z_m + offs_f[None, :]
-            gate = tl.load(gate_ptr + (offs + gate_column), mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(value_ptr + (offs + value_column), mask=mask, other=0.0).to(tl.float32)
+            gate, value = _load_halves(gate_ptr, value_ptr, offs, *in_z, mask)
             offs = offs_m[:, None] * F + offs_f[None, :]
             dnormed = tl.load(dnormed_ptr + offs, mask=mask, other=0.0).to(tl.float32)
             act, derivative = activate_and_derivative(gate, ACTIVATION, dz_dtype)
@@ -272,15 +282,14 @@ def _gate_norm_bwd_kernel(
         dhidden = rstd[:, None] * (g - mean_g[:, None] - xhat * mean_g_xhat[:, None])
         dgate, dvalue = dhidden * value * derivative, dhidden * act
         offs = offs_m[:, None] * stride_dz_m + offs_f[None, :]
-        tl.store(dz_ptr + (offs + dgate_column), dgate.to(dz_dtype), mask=mask)
-        tl.store(dz_ptr + (offs + dvalue_column), dvalue.to(dz_dtype), mask=mask)
+        _store_halves(dz_ptr, dgate, dvalue, offs, *in_dz, mask)
         sum_dgate += dgate
         sum_dvalue += dvalue
-    partial_ptrs = partial_ptr + pid * (stride_dz_m + 2 * F) + offs_f
-    tl.store(partial_ptrs + dgate_column, tl.sum(sum_dgate, axis=0), mask=mask_f)
-    tl.store(partial_ptrs + dvalue_column, tl.sum(sum_dvalue, axis=0), mask=mask_f)
-    tl.store(partial_ptrs + stride_dz_m, tl.sum(dweight, axis=0), mask=mask_f)
-    tl.store(partial_ptrs + stride_dz_m + F, tl.sum(dbias, axis=0), mask=mask_f)
+    partial_ptr += pid * (stride_dz_m + 2 * F)
+    sums = tl.sum(sum_dgate, axis=0), tl.sum(sum_dvalue, axis=0)
+    _store_halves(partial_ptr, *sums, offs_f, *in_dz, mask_f)
+    sums = tl.sum(dweight, axis=0), tl.sum(dbias, axis=0)
+    _store_halves(partial_ptr + stride_dz_m, *sums, offs_f, 0, F, mask_f)
 
 
 class Columns(NamedTuple):
