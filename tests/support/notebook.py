@@ -59,7 +59,8 @@ def _small(png: str) -> str:
 
 
 def printed(notebook: Any) -> list[str]:
-    """What each code cell prints, without numbers and their width; "image" for a figure.
+    """What each code cell prints, without numbers, their width and what `measure=` chose; "image"
+    for a figure.
 
     What packages write to stderr depends on which are installed.
     """
@@ -71,6 +72,7 @@ def printed(notebook: Any) -> list[str]:
             text += "".join(part) if isinstance(part, list) else part
             text += " image" if "image/png" in output.get("data", {}) else ""
         text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
+        text = re.sub(r"(NOT swapped: )?(host N ms, fused N ms a step).*", r"\2", text)
         found.append(re.sub(" +", " ", text))
     return found
 
