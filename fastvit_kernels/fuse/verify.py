@@ -1,7 +1,8 @@
 """fk.verify: a batch through the model before and after the rewriting, in float64.
 
-In float64 the ops run their specification in PyTorch, so what is compared is the rewriting of the
-graph; what the kernels compute is held by their own tests, and on a GPU by `fk.compare`.
+There is no kernel for float64: on every device, under every backend, the ops run their
+specification in PyTorch. So what is compared is the rewriting of the graph; what the kernels
+compute is held by their own tests, and on a GPU by `fk.compare`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..runtime.backend import backend
 from . import select, swap
 from .batch import arguments_of, check_batch, noting
 from .report import GraphReport
@@ -30,6 +32,9 @@ class Difference(NamedTuple):
 
     name: str
     error: float
+
+
+NO_KERNEL = "the rewrite only: in float64 PyTorch runs our ops, no kernel; fk.compare tries kernels"
 
 
 @dataclass
@@ -61,7 +66,8 @@ class VerifyReport:
         by = f"{fired} rewritten places in {len(self.graphs)} graph(s)"
         if self.ok:
             largest = f", the largest difference {worst[0].error:.1e} ({worst[0].name})"
-            return f"same: {total} outputs and gradients by {by}{largest if worst else ''}"
+            same = f"same: {total} outputs and gradients by {by}{largest if worst else ''}"
+            return f"{same}\n{NO_KERNEL}"
         rows = [f"  {d.name}: {d.error:.1e}" for d in self.different[:20]]
         more = len(self.different) - len(rows)
         rows += [f"  and {more} more"] if more > 0 else []
@@ -70,6 +76,9 @@ class VerifyReport:
 
 def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyReport:
     """Run a training step with the original and the rewritten graph in float64, and compare.
+
+    This holds the rewriting of the graph: in float64 PyTorch runs our ops, on a GPU too. `compare`
+    holds what the kernels compute there.
 
     Compares outputs, gradients of all parameters and of floating-point inputs, and buffers. Both
     use the same seed, so that dropout draws the same. The model itself is not changed or called,
@@ -91,9 +100,10 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyRe
     swap.swap_out(host)
     if not swapped_methods(fused):
         swap.swap_in(fused)
-    with noting("verify", "batch", batch):
-        wanted = _step(host, args, kwargs)
-    actual = _step(fused, args, kwargs)
+    with backend("torch"):  # "triton" refuses float64
+        with noting("verify", "batch", batch):
+            wanted = _step(host, args, kwargs)
+        actual = _step(fused, args, kwargs)
     found = sorted(_compare(actual, wanted), key=lambda d: -d.error)
     graphs = [g for s in swapped_methods(fused) for g in s.calls.graphs]
     return VerifyReport(found, tolerance, graphs)

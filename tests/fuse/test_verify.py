@@ -10,6 +10,7 @@ import torch._dynamo as dynamo
 from swapped import images, vit
 from torch import nn
 
+import fastvit_kernels as fk
 from fastvit_kernels import swap_in
 from fastvit_kernels.fuse import backend
 from fastvit_kernels.fuse.verify import verify
@@ -36,6 +37,7 @@ def test_verify_says_that_all_is_the_same(swapped):
     assert names == {"out", "grad of input[0]"} | grads
     assert max(d.error for d in found.differences) < 1e-12
     assert str(found).startswith("same: ") and sum(sum(g.rules.values()) for g in found.graphs) > 5
+    assert "the rewrite only: in float64 PyTorch runs our ops, no kernel" in str(found)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
     assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
@@ -75,6 +77,17 @@ def test_verify_takes_keywords_and_compares_buffers_and_dicts():
     names = {d.name for d in found.differences}
     assert found.ok and names >= {"out.y[0]", "out.seen", "grad of input.x"}
     assert "buffer norm.running_mean" in names
+
+
+@pytest.mark.parametrize("name", ["auto", "torch", "triton"])
+def test_verify_says_the_same_under_every_backend(name):
+    """No kernel computes in float64, of a host or of our own modules."""
+    for model, x in (
+        (vit(), images()),
+        (fk.create_vit("vit_mnist", depth=1), torch.randn(2, 1, 28, 28)),
+    ):
+        with fk.backend(name):
+            assert verify(model, x).ok
 
 
 def test_verify_rejects():
