@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +164,9 @@ class Race:
 
     def run(self, model: nn.Module, ways: Sequence[str]) -> None:
         """All ways, or those before Ctrl-C. Raises: what eager raises."""
+        ours = any(WAYS[name].ours for name in ways)
+        if ours and (why := no_kernel(model)):
+            self.say(f"PyTorch runs every way here ({why}): this shows that it works, no more")
         self.say(
             f"{self.name}: {', '.join(ways)}; {self.steps} first steps of each, then "
             f"{self.seconds:.0f} s in turns"
@@ -173,7 +176,7 @@ class Race:
                 self.prepare(model, name)
                 if name == EAGER:
                     self.say_how_long(ways)
-            if any(WAYS[name].ours for name in ways):
+            if ours:
                 self.say("numbers against float64")
                 self.judged = judge(model, self.batch, self.autocast, self.timer)
             self.take_turns()
@@ -226,10 +229,9 @@ class Race:
     def say_how_long(self, ways: Sequence[str]) -> None:
         ms = self.found[0].times[-1]
         each = 1e-3 * ms * (self.steps + 10)
-        least = each * len(ways) + max(self.seconds, 1e-3 * ms * ROUNDS * len(ways))
-        compiled = sum(WAYS[name].compiler is not None for name in ways)
-        more = f", and what compiling {compiled} of them takes" if compiled else ""
-        self.say(f"a step takes {ms:.4g} ms in eager: some {least:.0f} s in all{more}")
+        least = each * (len(ways) - 1) + max(self.seconds, 1e-3 * ms * ROUNDS * len(ways))
+        more = "graphs, compiling and steps in float64 come on top"
+        self.say(f"a step takes {ms:.4g} ms in eager: at least {least:.0f} s more; {more}")
 
 
 def host_ms(run: Callable[[], Any], device: torch.device) -> float | None:
@@ -314,7 +316,7 @@ def compare(
         steps: how many first steps to compare losses over. Default 20, on a CPU 3.
         seconds: for timing all ways together, compilation not included.
         name: what to call the model. Default: its class.
-        say: called with progress lines, such as `print`.
+        say: called with progress lines: say=print shows them. Silent by default.
     Returns: a Comparison; print it to read it. A way that fails has a row that says why.
     Raises: TypeError if model is not an nn.Module, batch none of these or autocast no dtype;
         ValueError for another way or numbers below 1; what the model raises on the batch.
@@ -347,9 +349,14 @@ def compare(
     mode += f", {str(autocast or next(model.parameters()).dtype).removeprefix('torch.')}"
     mode += "" if tensor is None else f", {list(tensor.shape)}"
     images = tensor.shape[0] if tensor is not None and tensor.ndim else None
-    why = reason_for_torch(torch.empty(1, device=device)) or ""
+    why = no_kernel(model)
     rows = [row_of(c, race.found[0], race.judged, images, why) for c in race.found]
     return Comparison(race.name, machine_on(device), mode, rows, race.interrupted)
+
+
+def no_kernel(model: nn.Module) -> str:
+    """Why no kernel runs on the model's device; "" where they can."""
+    return reason_for_torch(torch.empty(1, device=next(model.parameters()).device)) or ""
 
 
 def first_tensor(batch: Batch) -> Tensor | None:
@@ -357,6 +364,6 @@ def first_tensor(batch: Batch) -> Tensor | None:
     return next((x for _, x in tensors(given, "input")), None)
 
 
-def is_callable(batch: Any) -> bool:
+def is_callable(batch: Any) -> TypeGuard[Callable[[Any], Any]]:
     """Whether it takes the model and gives a loss. Some tensors and arrays have a __call__."""
     return callable(batch) and not isinstance(batch, (Tensor, tuple, Mapping))

@@ -70,7 +70,7 @@ class Comparison:
     interrupted: bool = False
 
     def __str__(self) -> str:
-        titles = ("", "ms", "images/s", "peak MiB", "against eager", "loss")
+        titles = ("", "ms", "images/s", "peak MiB", "against eager", "loss gap to eager")
         table = [titles, *map(self._cells, self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(titles))]
         lines = []
