@@ -267,7 +267,7 @@ class SwapReport(_Summary):
         return "" if model is None else reason_for_pytorch(model)
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *filter(None, [self.measured])])
+        return "\n".join([*filter(None, [self.measured]), super().__str__()])
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"model": None}

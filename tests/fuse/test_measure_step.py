@@ -55,7 +55,8 @@ def test_a_swap_stays_only_where_it_is_faster(model, kept, text):
     report = swap_in(model, measure=torch.ones(2, 8))
     start = "" if kept else "NOT swapped: "
     assert re.match(start + r"host \d+\.\d ms, fused \d+\.\d ms a step", report.measured)
-    assert re.search(text, report.measured) and report.measured in str(report)
+    assert re.search(text, report.measured)
+    assert str(report).startswith(report.measured + "\n")
     assert isinstance(vars(model).get("forward"), Swapped) is kept
     assert p.grad is grad and model.calls == 0
     assert torch.equal(torch.get_rng_state(), state)
