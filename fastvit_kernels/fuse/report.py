@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -235,6 +235,12 @@ def _counted(what: str, reasons: list[str]) -> list[str]:
     return [f"{n} {what}{'s' * (n > 1)}: {why}" for why, n in Counter(reasons).items()]
 
 
+NOT_A_MODEL = (
+    "swap_in works in place and returns a report: write fk.swap_in(model), "
+    "not model = fk.swap_in(model)"
+)
+
+
 @dataclass
 class SwapReport(_Summary):
     """What swap_in did. Filled by the first forward of the model, or right away with example=.
@@ -271,6 +277,15 @@ class SwapReport(_Summary):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"model": None}
+
+    if not TYPE_CHECKING:  # a type checker sees by itself that it is no model
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            raise TypeError(f"a SwapReport is not callable: {NOT_A_MODEL}")
+
+        def __getattr__(self, name: str) -> None:
+            hint = "" if name.startswith("_") else f": {NOT_A_MODEL}"
+            raise AttributeError(f"a SwapReport has no attribute {name!r}{hint}")
 
 
 @dataclass

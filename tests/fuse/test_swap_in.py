@@ -970,3 +970,22 @@ def test_torch_compile_says_that_its_mode_is_misspelled():
         model(images())
     text = f"mode must be one of {MODES}, got 'reduce_overhead'"
     assert str(found.value.inner_exception) == text
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "start"),
+    [
+        (lambda report: report(images()), TypeError, "a SwapReport is not callable"),
+        (lambda report: report.parameters(), AttributeError, "has no attribute 'parameters'"),
+        (lambda report: report.train(), AttributeError, "has no attribute 'train'"),
+        (lambda report: report.blocks, AttributeError, "has no attribute 'blocks'"),
+    ],
+)
+def test_a_report_that_is_used_as_the_model_says_so(use, error, start):
+    model = vit()
+    report = swap_in(model)
+    wanted = "in place and returns a report: write fk.swap_in.model., not model = fk.swap_in.model"
+    with pytest.raises(error, match=f"{start}: swap_in works {wanted}"):
+        use(report)
+    for other in (copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert str(other).startswith("no graph yet")
