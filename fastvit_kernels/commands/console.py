@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from ..accuracy.accuracy import Error
 
 
 class CommandError(Exception):
@@ -46,6 +49,22 @@ def require(module: str, package: str, install: str = '-e ".[train]"') -> Module
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise
         raise CommandError(f"this command needs {package}: pip install {install}") from error
+
+
+def errors_told(logits: Error, gradients: Sequence[Error]) -> str:
+    """Errors of a model's step in plain words: those that fail, else the logits' and the worst
+    gradient's. Of an error's two norms it is that nearer to its limit."""
+    failed = [error for error in (logits, *gradients) if not error.passed]
+    which = "" if failed else "worst "
+    lines = []
+    for error in failed or (logits, max(gradients, key=lambda error: error.share)):
+        name = "logits" if error is logits else f"{which}gradient, {error.name.removeprefix('d')}"
+        kind, numbers = "largest error", (error.max, error.torch_max, error.limit_max)
+        if error.rms * error.limit_max > error.max * error.limit_rms:
+            kind, numbers = "rms error", (error.rms, error.torch_rms, error.limit_rms)
+        ours, own, limit = (f"{x:.2e}" for x in numbers)
+        lines.append(f"  {name}: {kind} {ours} (PyTorch's own {own}, allowed {limit})")
+    return "\n".join(lines)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -30,7 +30,7 @@ from ..runtime.backend import backend, get_backend
 from ..runtime.files import write_atomically, write_text
 from ..weights.files import read_pickle
 from . import figures, options
-from .console import CommandError, refusing, require
+from .console import CommandError, errors_told, refusing, require
 from .models import build_model, input_shape, logits_of, open_image
 
 DIGITS_VIT = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2.0)
@@ -288,8 +288,8 @@ class Run:
         self.history.append(row)
         self.save()
         print(
-            f"{name}: loss {row['train_loss']:.3f}, held-out {row['held_out_loss']:.3f} and "
-            f"{100 * row['held_out_accuracy']:.2f} %, {row['images_per_s']:,.0f} images/s",
+            f"{name}: training loss {row['train_loss']:.3f}, held-out {row['held_out_loss']:.3f} "
+            f"and {100 * row['held_out_accuracy']:.2f} %, {row['images_per_s']:,.0f} images/s",
             flush=True,
         )
 
@@ -321,8 +321,7 @@ class Run:
 
 
 def agrees(run: Run) -> bool:
-    """Compare two images through the kernels and through PyTorch with float64: logits, gradients;
-    print the errors, and say whether all keep the 2x rule."""
+    """Print the errors of two images' step, by kernels; say whether all keep the 2x rule."""
     images = next(run.images.held_out_batches())[0][:2].to(run.device)
     autocast = torch.bfloat16 if run.config.dtype == "bf16" else None
     run.model.eval()
@@ -330,8 +329,7 @@ def agrees(run: Run) -> bool:
         logits, *gradients = model_errors(run.model, images, autocast=autocast)
     failed = [error for error in (logits, *gradients) if not error.passed]
     print(f"Kernels and PyTorch on two images, {run.config.dtype}, errors against float64:")
-    for error in failed or (logits, max(gradients, key=lambda error: error.share)):
-        print(f"  {error}")
+    print(errors_told(logits, gradients))
     if failed:
         print("That breaks the 2x rule. Nothing was trained; --no-check trains all the same.")
     else:
@@ -369,31 +367,33 @@ def run(arguments: argparse.Namespace) -> int:
     training = Run(config, images, device)
     if content is not None:
         training.restore(content)
+        print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
     config.out.mkdir(parents=True, exist_ok=True)
-    steps = get_backend()
-    if device.type == "cpu" and steps == "auto":
+    in_pytorch = device.type == "cpu" and get_backend() == "auto"
+    if in_pytorch:
         print("No GPU: the check runs in Triton's interpreter, the training in PyTorch.")
-        steps = "torch"
     if config.data == "digits" and device.type == "cpu":
         torch.set_num_threads(1)  # small matrices, whose bits then do not depend on the cores
-    if arguments.check and (reason := options.kernels_reason(device, config.dtype)):
+    reason = options.kernels_reason(device, config.dtype)
+    checked = "checked on 2 images" if arguments.check and not reason else "not checked"
+    if arguments.check and reason:
         print(f"The kernels are not checked: {reason}.")
     elif arguments.check and not agrees(training):
         return 1
-    if content is not None:
-        print(f"Resumed after epoch {len(training.history)} of {config.epochs}.")
-    parameters = sum(p.numel() for p in training.model.parameters())
     print(
-        f"{config.model}, {parameters:,} parameters; {len(images.train)} training and "
-        f"{len(images.labels)} held-out images, {len(images.classes)} classes; {config.dtype} on "
-        f"{machine_on(device)['device']}"
+        f"{config.model}, {sum(p.numel() for p in training.model.parameters()):,} parameters; "
+        f"{len(images.train)} training and {len(images.labels)} held-out images, "
+        f"{len(images.classes)} classes; {config.dtype} on {machine_on(device)['device']}\n"
+        f"Training loss: augmented images, labels smoothed by {SMOOTHING}; held-out loss: neither"
     )
     try:
         training.save()
-        with backend(steps):
+        with backend("torch" if in_pytorch else get_backend()):
             while len(training.history) < config.epochs:
                 training.epoch()
             report(training)
+        if in_pytorch:
+            print(f"Trained in PyTorch; the kernels were {checked}.")
     except KeyboardInterrupt:
         print(f"Interrupted. Go on with: fastvit-kernels train --resume --out {config.out}")
         return 130

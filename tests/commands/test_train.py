@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,8 +67,13 @@ def test_train_writes_everything_and_learns(tmp_path, capsys, whole):
     assert run("--epochs", 4, "--batch", 128, "--out", "run") == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "gradients agree" in out and "images/s" in out and "Held-out accuracy" in out
+    number = r"\d\.\d\de-\d\d"
+    error = rf"(largest|rms) error {number} \(PyTorch's own {number}, allowed {number}\)\n"
+    assert re.search(rf"  logits: {error}  worst gradient, [a-z][\w.]+: {error}", out)
+    assert "labels smoothed by 0.1" in out and "epoch   1/4: training loss " in out
     if not torch.cuda.is_available():
         assert "the check runs in Triton's interpreter" in out
+        assert out.endswith("Trained in PyTorch; the kernels were checked on 2 images.\n")
     folder = tmp_path / "run"
     pictures = ["attention.png", "confusion.png", "curves.png"]
     written = [command.CHECKPOINT, command.METRICS, command.WEIGHTS]
@@ -176,7 +182,11 @@ def test_a_broken_kernel_stops_the_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "model_errors", broken)
     assert run("--epochs", 1, "--out", "run") == 1
     out = capsys.readouterr().out
-    assert "breaks the 2x rule" in out and "out: max 1.0" in out and "Nothing was trained" in out
+    assert (
+        "breaks the 2x rule" in out
+        and "  logits: largest error 1.00e+00 (" in out
+        and "Nothing was trained" in out
+    )
     assert not (tmp_path / "run" / command.CHECKPOINT).exists()
 
 
