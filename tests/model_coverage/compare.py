@@ -118,12 +118,14 @@ def in_float64(
 
     Raises: NotShrunk where the host refuses this step, or does not repeat it.
     """
-    host = copy.deepcopy(model).double().train(training)
-    twin = compiled(copy.deepcopy(host), compiler)
-    before, unchanged = copy.deepcopy(host), copy.deepcopy(host)
-    wanted = step(host, inputs)
+
+    def host() -> nn.Module:
+        return copy.deepcopy(model).double().train(training)
+
+    wanted = step(host(), inputs)
     if isinstance(wanted, Exception):
         raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
+    twin = compiled(host(), compiler)
     actual = step(twin, inputs)
     if isinstance(actual, Exception):
         return Found(f"raises {type(actual).__name__}: {actual}", reports_of(twin))
@@ -131,10 +133,10 @@ def in_float64(
         return Found(failed[0], reports_of(twin))
     wrong = difference(wanted, actual)
     if wrong:
-        again = step(before, inputs)
+        again = step(host(), inputs)
         if isinstance(again, Exception) or difference(wanted, again):
             raise NotShrunk("the host does not repeat a step with the same seed")
-        by_dynamo = step(traced(unchanged, compiler), inputs)
+        by_dynamo = step(traced(host(), compiler), inputs)
         if not isinstance(by_dynamo, Exception) and not difference(by_dynamo, actual):
             return Found("", reports_of(twin), dynamo=difference(wanted, by_dynamo))
     return Found(wrong, reports_of(twin))
