@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +23,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +124,7 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
         "in eval mode": partial(in_float64, model, inputs, training=False),
     }
     for way, run in ways.items():
+        gc.collect()  # a model's process collects nowhere else
         try:
             found = run()
         except shrink.NotShrunk as refused:
@@ -158,8 +162,20 @@ def run_model(
     return row, ""
 
 
+def spare_memory_work() -> None:
+    """For a model's process: what it has imported is no garbage, what Dynamo makes lives as long as
+    the trace, and glibc would hand freed memory back to be cleared page by page."""
+    gc.freeze()
+    gc.disable()
+    with suppress(AttributeError, OSError):  # another C library
+        libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+
+
 def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row], judged: Judge) -> None:
     warnings.filterwarnings("ignore")
+    spare_memory_work()
     try:
         found = run_model(host, name, known, judged)
     except Exception as error:
@@ -172,8 +188,16 @@ def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row], judged: Jud
 class Job:
     """A model in a process of its own: a fork, since importing takes longer than most models."""
 
-    def __init__(self, host: str, name: str, known: Mapping[str, Row], judged: Judge, limit: float):
-        self.host, self.name, self.limit = host, name, limit
+    def __init__(
+        self,
+        host: str,
+        name: str,
+        known: Mapping[str, Row],
+        judged: Judge,
+        limit: float,
+        end: int,  # of the names that wait: 0 or -1
+    ):
+        self.host, self.name, self.limit, self.end = host, name, limit, end
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=_send, args=(theirs, host, name, known, judged))
@@ -208,7 +232,9 @@ def run_all(
     known: dict[str, Row] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(Job(*waiting.pop(0), known, judged, limit))
+            # Neighbours are often the same small model, which shall not run twice at once.
+            end = -1 if any(job.end == 0 for job in running) else 0
+            running.append(Job(*waiting.pop(end), known, judged, limit, end))
         for job in list(running):
             if (ended := job.done()) is not None:
                 running.remove(job)
