@@ -9,10 +9,11 @@ instead.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, get_args, get_origin, get_type_hints
 
 from ..ops.common.activation import ACTIVATIONS
@@ -129,13 +130,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
 _HOLDS = ("exportable", "no_jit")  # of every model of ours
 
 
-def refuse(op: str, arguments: dict[str, Any]) -> None:
-    """Raise TypeError for what asks for something that our models do not have."""
+def refuse(op: str, arguments: dict[str, Any], known: Iterable[str] = ()) -> None:
+    """Raise TypeError for what asks for something that our models do not have; `known` is what they
+    take."""
     for name, value in arguments.items():
         if name in _HOLDS:
             continue
         if name not in REFUSED:
-            raise TypeError(f"{op}.__init__() got an unexpected keyword argument {name!r}")
+            near = difflib.get_close_matches(name, known)
+            hint = f"; near names: {', '.join(near)}" if near else ""
+            raise TypeError(f"{op}.__init__() got an unexpected keyword argument {name!r}{hint}")
         usual, instead = REFUSED[name]
         if value not in (None, usual):
             raise TypeError(f"{op}: {name} is timm's alone, got {value!r}; {instead}")

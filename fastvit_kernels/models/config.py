@@ -160,7 +160,7 @@ def configured_by(
         @functools.wraps(init)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             foreign = {name: kwargs.pop(name) for name in kwargs.keys() - signature.parameters}
-            refuse(owner, foreign)
+            refuse(owner, foreign, signature.parameters)
             init(self, config(*args, **kwargs))
 
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
