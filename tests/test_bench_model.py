@@ -62,7 +62,7 @@ def test_names_of_timm_take_an_image_size():
     assert case.flops == 3 * 2 * (depth * block + 2 * 4 * C * 3 * 256 + 2 * C * 1000)
     with pytest.raises(CommandError, match="near names: timm:vit_tiny_patch16_224"):
         planned(model="timm:vit_tiny_patch16_225")
-    with pytest.raises(CommandError, match=r"--model timm:vit_tiny_patch16_224: .*size"):
+    with pytest.raises(CommandError, match=r"model timm:vit_tiny_patch16_224: .*size"):
         planned(model=name, img_size=5)
 
 

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", nargs="?", help=f"{options.NAMES} {default}")
     more = f"images a step (default {BATCH}; on a CPU {SMALL_BATCH})"
     options.add(parser, "--batch", help=more)
-    options.add(parser, "--img-size", "--dtype", "--device")
+    options.add(parser, "--img-size", "--device")
+    dtypes = "autocast dtype; fp32: no autocast (default bf16 on a GPU, else fp32)"
+    options.add(parser, "--dtype", help=dtypes)
     options.add(parser.add_mutually_exclusive_group(), "--train", "--infer")
     ways = f"of {', '.join(WAYS)} (default: the first five; on a CPU eager and swapped)"
     add("--ways", nargs="+", choices=tuple(WAYS), metavar="WAY", help=ways)

@@ -111,7 +111,8 @@ def _yours(module: str, name: str, **overrides: Any) -> nn.Module:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise  # something that the module itself imports
-        raise _unknown(f"{module}:{name}", (), NAMES) from None
+        why = f"no module named {module}, here or installed"
+        raise CommandError(f"unknown model '{module}:{name}': {why}; wanted {NAMES}") from None
     finally:
         sys.path.remove(os.getcwd())
     if "img_size" not in inspect.signature(build).parameters:
@@ -135,7 +136,7 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
     host, colon, rest = name.partition(":")
     if overrides.get("img_size") is None:
         overrides.pop("img_size", None)
-    with refusing(f"--model {name}", Exception):  # a callable of the user's may raise anything
+    with refusing(f"model {name}", Exception):  # a callable of the user's may raise anything
         if not colon:
             return _own(name, **overrides)
         if host not in _HOSTS:

@@ -196,7 +196,7 @@ def build_vit(config: argparse.Namespace, num_classes: int) -> nn.Module:
             return VisionTransformer(**{**DIGITS_VIT, **shape})
     model = build_model(config.model, **shape)
     if not any("attention" in type(module).__name__.lower() for module in model.modules()):
-        raise CommandError(f"--model {config.model} has no module named attention, a ViT has")
+        raise CommandError(f"--model {config.model} is no ViT: no module in it is an attention")
     return model
 
 
