@@ -134,6 +134,8 @@ def test_compare_rejects():
         compare(autocast="bf16")
     with pytest.raises(TypeError, match=r"compare: model must be an nn\.Module, got list"):
         compare([Mlp()])
+    with pytest.raises(ValueError, match="compare: GELU has no parameter"):
+        fk.compare(torch.nn.GELU(), torch.randn(2, 5, 16))
     for bad in (dict(steps=0), dict(seconds=0)):
         with pytest.raises(ValueError, match="must be above 0"):
             fk.compare(Mlp(), torch.randn(2, 5, 16), **bad)

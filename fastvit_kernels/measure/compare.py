@@ -319,7 +319,8 @@ def compare(
         say: called with progress lines: say=print shows them. Silent by default.
     Returns: a Comparison; print it to read it. A way that fails has a row that says why.
     Raises: TypeError if model is not an nn.Module, batch none of these or autocast no dtype;
-        ValueError for another way or numbers below 1; what the model raises on the batch.
+        ValueError for a model without parameters, another way or numbers below 1; what the model
+        raises on the batch.
     """
     unwrapped("compare", model)
     if not is_callable(batch):
@@ -327,6 +328,8 @@ def compare(
     if not isinstance(autocast, (torch.dtype, type(None))):
         wanted = "a dtype such as torch.bfloat16, or None"
         raise TypeError(f"compare: autocast must be {wanted}, got {autocast!r}")
+    if not any(p.is_floating_point() for p in model.parameters()):
+        raise ValueError(f"compare: {type(model).__name__} has no parameter to train or to time")
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
     ways = [ways] if isinstance(ways, str) else ways
