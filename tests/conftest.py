@@ -18,8 +18,8 @@ os.environ |= dict.fromkeys(
     os.environ.get("OMP_NUM_THREADS", "1"),
 ) | dict(os.environ)
 
-# For workers and their processes: glibc hands freed memory back, and each page costs a fault when it
-# is taken anew, a tenth of the suite.
+# For workers and their processes: glibc hands freed memory back, and each page costs a fault when
+# it is taken anew, a tenth of the suite.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**31 - 1))
 
