@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from .dynamo import guard_hooks, module_path
-from .graph import Decline, Graph, is_foreign_linear
+from .dynamo import guard_hooks
+from .graph import Decline, Graph, is_foreign_linear, path_of
 from .normalise import bodies, forget_fakes, is_checkpoint, keep_sources, normalised
 from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
@@ -105,10 +105,13 @@ def rewrite_body(
         g.apply(memory_low, PAIRS)
     for n in gm.graph.nodes:
         if flops := flops_of(n):
-            reason = g.reasons.get(n, "no rule for this operation")
+            reason = g.reason(n, "no rule for this operation")
             if is_foreign_linear(n):
                 reason = "its weight is a tensor subclass, which is called as it is"
             report.left.append(Left(path_of(n), product_name(n), flops, reason))
+        elif op(n) in ("layer_norm", "rms_norm"):
+            report.left.append(Left(path_of(n), op(n), 0, g.reason(n)))
+    report.left += [Left(name, kind, 0, why) for name, kind, why in g.apart]
     report.rules += g.fired
     report.failed += g.failed
     report.fused_flops = report.flops - sum(left.flops for left in report.left)
@@ -179,12 +182,6 @@ def inner_size(name: str, n: Node) -> int:
         return max(1, round(math.sqrt(every / max(1, math.prod(map(hint, shape(n)))))))
     left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
     return hint(shape(left)[-1])
-
-
-def path_of(n: Node) -> str:
-    """The path of the innermost module that made a node, as Dynamo recorded it."""
-    stack = list((n.meta.get("nn_module_stack") or {}).values())
-    return module_path(str(stack[-1][0])) if stack else ""
 
 
 def count_declined(gm: GraphModule, report: GraphReport) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
+from .dynamo import module_path
 from .views import (
     SEVERAL_VIEWS,
     VIEWS,
@@ -44,6 +45,19 @@ TELL_STRIDES = {"as_strided", "set_", "resize", "stride", "is_contiguous", "empt
 LINEARS = (torch.nn.functional.linear, aten.linear.default)
 # Their schemas hide that they write to running statistics or to a weight.
 HIDDEN_WRITES = {"batch_norm", "instance_norm", "_batch_norm_impl_index", "embedding_renorm"}
+
+
+def path_of(n: Node) -> str:
+    """The path of the innermost module that made a node, as Dynamo recorded it."""
+    stack = list((n.meta.get("nn_module_stack") or {}).values())
+    return module_path(str(stack[-1][0])) if stack else ""
+
+
+def called(n: Node) -> str:
+    """A node by its module and operation, as "fc1's linear"; alike in all blocks that repeat."""
+    module = path_of(n).rpartition(".")[2]
+    name = op(n).removeprefix("fk.") or n.name
+    return f"{module}'s {name}" if module and not module.isdigit() else name
 
 
 class Decline(Exception):
@@ -138,7 +152,8 @@ class Graph:
     def __init__(self, gm: GraphModule, fake_mode: Any):
         self.gm, self.graph, self.fake_mode = gm, gm.graph, fake_mode
         self.fired: Counter[str] = Counter()
-        self.reasons: dict[Node, str] = {}  # why a node was left, the last word on it
+        self.reasons: dict[Node, dict[str, str]] = {}  # why each rule left a node, the last last
+        self.apart: list[tuple[str, str, str]] = []  # name, op, reason: ours, but not as one op
         self.failed: list[str] = []  # rules that raised other than Decline
         self.made: list[Node] = []  # emitted by the rule under way
         self.number()
@@ -176,9 +191,11 @@ class Graph:
         inner = [n for n in dict.fromkeys(nodes) if n is not root]
         for n in (*inner, root):
             known = n.op == "call_function" and not is_opaque(n) and not state_of(n)
-            need(known and not writes(n), f"{n.name} writes or is unknown")
-            need(n is draw or not draws(n), f"{n.name} draws random numbers")
-            need(n.meta["region"] == root.meta["region"], f"{n.name}: other grad mode or autocast")
+            need(known and not writes(n), f"{called(n)} writes or is unknown")
+            need(n is draw or not draws(n), f"{called(n)} draws random numbers")
+            need(
+                n.meta["region"] == root.meta["region"], f"{called(n)}: other grad mode or autocast"
+            )
         if draw is not None and draw is not root:
             start, end = self.order[draw], self.order[root]
             others = [n for n in self.graph.nodes if start < self.order[n] < end and draws(n)]
@@ -186,11 +203,11 @@ class Graph:
         gone = self.only_for(root, inner)
         for n in inner:
             is_view = op(n) in VIEWS | SEVERAL_VIEWS or n.target is operator.getitem
-            need(n in gone or is_view, f"{n.name} is read elsewhere too")
+            need(n in gone or is_view, f"{called(n)} is read elsewhere too")
         if self.written:
             for n in (*inner, root):
                 reads = (*n.all_input_nodes, n)
-                need(not self.is_written(reads, n, root), f"{n.name} is written to")
+                need(not self.is_written(reads, n, root), f"{called(n)} is written to")
         return [n for n in inner if n in gone]
 
     @staticmethod
@@ -321,11 +338,21 @@ class Graph:
             try:
                 rule(self, n)
             except Decline as reason:
-                self.reasons[n] = str(reason)
+                self.give_reason(n, rule, str(reason))
             except Exception as error:
-                self.reasons[n] = f"the rule {rule.__name__} failed: {type(error).__name__}"
-                self.failed.append(self.reasons[n])
+                why = f"the rule {rule.__name__} failed: {type(error).__name__}"
+                self.give_reason(n, rule, why)
+                self.failed.append(why)
             self.undo()
+
+    def give_reason(self, n: Node, rule: Callable[[Graph, Node], None], why: str) -> None:
+        said = self.reasons.setdefault(n, {})
+        said.pop(rule.__name__, None)
+        said[rule.__name__] = why
+
+    def reason(self, n: Node, default: str = "") -> str:
+        """The last word on why a node was left."""
+        return next(reversed(self.reasons.get(n, {}).values()), default)
 
     def undo(self) -> None:
         """Erase what a rule emitted and did not use."""

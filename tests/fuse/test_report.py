@@ -60,6 +60,123 @@ def test_the_share_is_that_of_the_flops():
     assert f"{100 * report.share:.1f} % of the matmul and attention FLOPs" in str(report)
 
 
+class Written(nn.Module):
+    """An MLP with something between its products."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.between = between
+
+    def forward(self, x):
+        return self.fc2(self.between(self.fc1(x)))
+
+
+def hooked(hook):
+    model = vit()
+    for block in model.blocks:
+        block.mlp.fc1.register_forward_hook(hook)
+    return model
+
+
+def written(between):
+    model = vit()
+    for block in model.blocks:
+        block.mlp = Written(between)
+    return model
+
+
+KEPT: list[torch.Tensor] = []
+KERNELS = "none of gelu, gelu_tanh, quick_gelu, silu"
+APART = {
+    "another activation": (lambda: vit(act_layer=nn.ReLU6), f"act's hardtanh is {KERNELS}"),
+    "a hook keeps": (
+        lambda: hooked(lambda m, args, out: KEPT.append(out)),
+        "fc1's linear is read elsewhere too",
+    ),
+    "a hook writes": (
+        lambda: hooked(lambda m, args, out: out.clamp_(max=3.0)),
+        "fc1's clamp_ between the first linear and its activation",
+    ),
+    "a write between": (
+        lambda: written(lambda h: F.gelu(h).clamp_(-1, 1)),
+        f"mlp's clamp_ is {KERNELS}",
+    ),
+    "dropout": (
+        lambda: written(lambda h: F.dropout(F.gelu(h), 0.1)),
+        "mlp's dropout draws random numbers",
+    ),
+    "an adapter": (
+        lambda: written(lambda h: F.gelu(h + F.linear(h, torch.ones(128, 128)))),
+        "mlp's add between the first linear and its activation",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_an_mlp_that_runs_as_two_linears_has_a_row(case):
+    make, reason = APART[case]
+    report = swap_in(make(), example=images())
+    KEPT.clear()
+    mlps = [row for row in report.left if row.op == "mlp"]
+    assert report.share == 1 and [row.name for row in mlps] == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert all(row.reason.endswith(f" linears: {reason}") and row.flops == 0 for row in mlps)
+    assert "  2 x blocks.*.mlp mlp: runs as " in str(report)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.value = nn.Linear(64, 128), nn.Linear(64, 128)
+        self.out = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.out(self.gate(x).tanh() * self.value(x))
+
+
+def test_a_gated_mlp_of_another_activation_has_a_row():
+    (row,) = swap_in(Gated(), example=torch.randn(2, 9, 64)).left
+    assert row.op == "gated_mlp" and row.reason.startswith("runs as three linears: a gate whose")
+
+
+def test_a_residual_that_is_added_by_itself_has_a_row():
+    model = vit(proj_drop_rate=0.1)
+    residuals = [row for row in swap_in(model, example=images()).left if row.op == "residual"]
+    drawn = [("blocks.0", "proj_drop's"), ("blocks.0", "drop2's")]
+    drawn += [("blocks.1", name) for _, name in drawn]
+    end = "dropout draws random numbers"
+    found = [(row.name, *row.reason.split(": ")) for row in residuals]
+    alone = "added by itself, not by the product before it"
+    assert found == [(block, alone, f"{name} {end}") for block, name in drawn]
+    assert swap_in(model.eval(), example=images()).left == []
+
+
+class Plain(nn.Module):
+    """Linears that are no MLP: a projection down and up, a norm, a pooled head, rotations."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.norm = nn.Linear(64, 16), nn.Linear(16, 64), nn.LayerNorm(64)
+        self.head, self.turn = nn.Linear(64, 10), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q = self.turn(x)
+        q = q * q.new_ones(64).cos() + torch.cat((-q[..., 32:], q[..., :32]), -1)
+        x = self.norm(self.up(self.down(x))) + q
+        return self.head(F.dropout(x[:, 0], 0.1))
+
+
+def test_linears_that_are_no_mlp_have_no_row():
+    report = swap_in(Plain(), example=torch.randn(2, 9, 64))
+    assert report.share == 1 and report.left == []
+
+
+def test_a_norm_that_is_left_has_a_row():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm((9, 64)))
+    (row,) = swap_in(model, example=torch.randn(2, 9, 64)).left
+    assert (row.name, row.op) == ("1", "layer_norm") and row.reason
+
+
 def test_a_product_of_a_tensor_with_itself_is_counted():
     class Gram(nn.Linear):
         def forward(self, x):

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from ..graph import Graph
 from . import (
+    apart,
     attention,
     epilogue,
     handover,
@@ -46,9 +47,11 @@ RULES = (
     Rule(rows.rows_in_order, ("linear",)),
     Rule(mlp.gated_mlp, ("linear",)),
     Rule(mlp.mlp, ("linear",)),
+    Rule(apart.mlp_apart, ("linear",)),
     Rule(epilogue.epilogue, ("add",)),
     Rule(linear.activated_linear, ("gelu", "silu", "mul")),
     Rule(epilogue.epilogue, ("add",)),
+    Rule(apart.residual_apart, ("add",)),
     Rule(linear.plain_linear, ("linear",)),
     Rule(handover.narrow_norm, NORMS),
     Rule(handover.norm_and_input, NORMS),

@@ -15,17 +15,18 @@ import torch
 from torch.fx import Node
 
 from .. import emitted as fk
-from ..graph import Decline, Graph, aten, is_float, need, same_shape
+from ..graph import Decline, Graph, aten, called, draws, is_float, need, same_shape
 from ..views import bound, eq, is_number, is_tensor, op, same_tensor, shape, val
 from .linear import linear_of
 
 BRANCHES = ("linear", "fk.linear", "fk.mlp", "fk.gated_mlp")
+NO_BRANCH = "a sum of no linear layer"
 
 
 def epilogue(g: Graph, n: Node) -> None:
     need(bound(n).get("alpha", 1) == 1 and len(n.args) == 2, "a scaled sum")
     need(all(map(is_tensor, n.args)), "a sum with a number")
-    why = "a sum of no branch"
+    whys = []
     # the later of two branches has the other as its residual
     for y, residual in sorted(zip(n.args, n.args[::-1], strict=True), key=lambda p: -g.order[p[0]]):
         path: list[Node] = []
@@ -34,8 +35,8 @@ def epilogue(g: Graph, n: Node) -> None:
                 branch, scales, divisor = scaled_branch(y, path)
                 return fold(g, n, branch, residual, scales, divisor, path)
         except Decline as reason:
-            why = str(reason)
-    raise Decline(why)
+            whys.append(str(reason))
+    raise Decline(next((why for why in whys if why != NO_BRANCH), NO_BRANCH))
 
 
 def fold(
@@ -99,7 +100,8 @@ def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node], flo
             y, by = y.args  # type: ignore[assignment]
             divisor *= by  # type: ignore[operator]
             continue
-        need(op(y) == "mul" and all(map(is_tensor, y.args)), "a sum of no linear layer")
+        need(not draws(y), f"{called(y)} draws random numbers")
+        need(op(y) == "mul" and all(map(is_tensor, y.args)), NO_BRANCH)
         path.append(y)
         for z, scale in (y.args, y.args[::-1]):
             kind = scale_kind(scale, y)
@@ -107,6 +109,8 @@ def scaled_branch(y: Node, path: list[Node]) -> tuple[Node, dict[str, Node], flo
                 scales[kind], y = scale, z
                 break
         else:
+            for z in y.args:
+                need(not draws(z), f"{called(z)} draws random numbers")  # type: ignore[arg-type]
             raise Decline("a branch under a scale that is neither by column nor by sample")
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from ...ops.common.activation import ACTIVATIONS
 from .. import emitted as fk
-from ..graph import Decline, Graph, is_float, need
+from ..graph import Decline, Graph, called, draws, is_float, need
 from ..views import bound, eq, filled, is_number, is_tensor, op, same_tensor, shape, val
 
 
@@ -55,7 +56,8 @@ def activation_of(n: Node, path: list[Node]) -> tuple[str, Node]:
             if op(inner) == "mul" and inner.args[0] is z and is_quick(inner.args[1]):
                 path += [gate, inner]
                 return "quick_gelu", z
-    raise Decline("an activation that no kernel has")
+    need(not draws(n), f"{called(n)} draws random numbers")
+    raise Decline(f"{called(n)} is none of {', '.join(ACTIVATIONS)}")
 
 
 def is_quick(factor: object) -> bool:

@@ -12,17 +12,21 @@ from typing import Any
 
 from torch.fx import Node
 
+from ...ops.common.activation import ACTIVATIONS
 from .. import emitted as fk
-from ..graph import Decline, Graph, need
+from ..graph import Decline, Graph, called, need
 from ..views import eq, is_tensor, op, same_map, same_tensor, shape, source, val, view
 from .linear import Linear, activation_of, linear_of
+
+NO_GATE = "no product of a gate and a value"
 
 
 def mlp(g: Graph, n: Node) -> None:
     fc2 = linear_of(n)
     path: list[Node] = []
     kind, z = activation_of(fc2.x, path)
-    fc1 = linear_of(same_tensor(z, path), "an activation of no linear layer")
+    z = same_tensor(z, path)
+    fc1 = linear_of(z, f"{called(z)} between the first linear and its activation")
     gone = g.absorb([fc1.node, *path], n)
     weights = (fc1.weight, fc1.bias, fc2.weight, fc2.bias)
     g.replace(n, g.emit(n, fk.mlp, fc1.x, *weights, activation=kind, like=n), gone, "mlp")
@@ -33,7 +37,7 @@ def gated_mlp(g: Graph, n: Node) -> None:
     path: list[Node] = []
     hidden, norm = inner_norm(fc2.x, path)
     is_product = op(hidden) == "mul" and len(hidden.args) == 2 and all(map(is_tensor, hidden.args))
-    need(is_product, "no product of a gate and a value")
+    need(is_product, NO_GATE)
     path.append(hidden)
     for gate, value in (hidden.args, hidden.args[::-1]):
         own: list[Node] = []
@@ -48,7 +52,7 @@ def gated_mlp(g: Graph, n: Node) -> None:
         options = {**options, **norm, "activation": kind}
         new = g.emit(n, fk.gated_mlp, fc1.x, *weights, **options, like=n)
         return g.replace(n, new, gone, "gated_mlp")
-    raise Decline("a gate whose activation no kernel has")
+    raise Decline(f"a gate whose activation is none of {', '.join(ACTIVATIONS)}")
 
 
 def inner_norm(x: Node, path: list[Node]) -> tuple[Node, dict[str, Any]]:
