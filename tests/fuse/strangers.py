@@ -297,7 +297,7 @@ def gates_by_head(kit, x):
     return x + kit.o(join(sdpa(*packed(kit, x)) * gates))
 
 
-@block(0.877, "a product of sub, not of a softmax")
+@block(0.877, "the softmax passes sub before the product with v")
 def differential_attention(kit, x):
     q, k, v = packed(kit, x)
     q, k = (t.reshape(2, H, 9, 2, D // 2).transpose(2, 3) for t in (q, k))
@@ -314,7 +314,7 @@ def differential_attention_of_two_calls(kit, x):
     return x + kit.o(join(first - kit.per_head * second))
 
 
-@block(0.826, "a product of einsum, not of a softmax")
+@block(0.826, "the softmax passes einsum before the product with v")
 def talking_heads(kit, x):
     q, k, v = packed(kit, x)
     scores = torch.einsum("bhij,hg->bgij", q @ k.mT, kit.table[:, 0, :H])

@@ -177,6 +177,21 @@ def test_a_norm_that_is_left_has_a_row():
     assert (row.name, row.op) == ("1", "layer_norm") and row.reason
 
 
+def test_talking_heads_are_told_in_words():
+    from timm.models.cait import Cait
+
+    small = dict(img_size=32, patch_size=16, embed_dim=64, num_heads=2, depth_token_only=1)
+    report = swap_in(Cait(depth=2, **small), example=images())
+    assert {(row.name, row.reason) for row in report.left} == {
+        (f"blocks.{i}.attn", f"attention not fused: {why}")
+        for i in range(2)
+        for why in (
+            "q k^T passes linear before the softmax",
+            "the softmax passes linear before the product with v",
+        )
+    }
+
+
 def test_a_product_of_a_tensor_with_itself_is_counted():
     class Gram(nn.Linear):
         def forward(self, x):

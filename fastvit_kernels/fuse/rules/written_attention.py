@@ -9,6 +9,7 @@ windows: scores (B W, H, T, S) + mask (W, 1, T, S) by a view  ->  fk.attention's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.fx import Node
 from ..graph import Decline, Graph, aten, need
 from ..views import (
     CASTS,
+    ORDER_KEEPING,
+    VIEWS,
     bound,
     eq,
     input_of,
@@ -32,6 +35,7 @@ from .attention import Call, attend, check_heads
 from .masks import constant, with_hidden_rows
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+PLAIN = {"mul", "div", "add", "masked_fill", "where", *VIEWS, *ORDER_KEEPING, *CASTS}
 FILLED = ("full", "full_like", "new_full")
 
 
@@ -50,7 +54,10 @@ class Scores:
 def written_attention(g: Graph, n: Node) -> None:
     weights, v = factors(n, "...ts,...sd->...td")
     path: list[Node] = []
-    softmax, p, draw = behind_softmax(weights, path)
+    try:
+        softmax, p, draw = behind_softmax(weights, path)
+    except Decline as reason:
+        raise Decline(in_attention(n, weights) or str(reason)) from None
     b = bound(softmax)
     need(b["dim"] in (-1, val(softmax).ndim - 1), "a softmax over another axis")
     scores = scores_of(b["self"], val(softmax).ndim)
@@ -117,6 +124,42 @@ def behind_softmax(n: Node, path: list[Node]) -> tuple[Node, float, Node | None]
             need(val(n).is_floating_point(), why)
         path.append(n)
         n = input_of(n)
+
+
+def in_attention(n: Node, weights: Node) -> str:
+    """What a person calls a product of an attention that no rule takes; "" of no attention."""
+    way = way_to_softmax(n, lambda at: list(at.users))
+    if way is not None:
+        passed = told(way[1:])
+        if not passed:
+            return "q k^T of an attention that is not fused"
+        return f"attention not fused: q k^T passes {passed} before the softmax"
+    passed = told(way_to_softmax(weights, lambda at: at.all_input_nodes) or [])
+    if passed:
+        return f"attention not fused: the softmax passes {passed} before the product with v"
+    return ""
+
+
+def told(way: list[Node]) -> str:
+    """What stands on the way, without what any attention has there."""
+    return ", ".join(dict.fromkeys(op(n) or n.name for n in way if op(n) not in PLAIN))
+
+
+def way_to_softmax(start: Node, onward: Callable[[Node], list[Node]]) -> list[Node] | None:
+    """The nodes from a tensor of scores to a softmax of its size; None where there is none."""
+    ways: dict[Node, list[Node]] = {start: [start]}
+    for at in (todo := [start]):
+        for n in onward(at) if len(ways[at]) < 12 else ():
+            if not is_tensor(n) or n in ways or val(n).ndim < 3:
+                continue
+            is_like_start = eq(shape(n)[-2:], shape(start)[-2:])
+            if op(n) == "softmax" and is_like_start:
+                return ways[at]
+            ways[n] = [*ways[at], n]
+            mixes_heads = op(n) == "einsum" and is_like_start
+            if mixes_heads or op(n) not in (*PRODUCTS, "softmax"):
+                todo.append(n)
+    return None
 
 
 def scores_of(n: Node, rank: int) -> Scores:
