@@ -56,7 +56,7 @@ def compile_under_way() -> Compile | None:
 
 
 def break_reason(gm: GraphModule) -> str:
-    """Why Dynamo ended this graph before the end of the forward, in one line; "" if it did not.
+    """Why and where Dynamo ended this graph before the end of the forward; "" if it did not.
 
     Gone: "", and no graph break is counted.
     """
@@ -64,7 +64,11 @@ def break_reason(gm: GraphModule) -> str:
     if not getattr(why, "graph_break", False):
         return ""
     lines = str(getattr(why, "reason", "")).strip().splitlines()
-    return lines[0] if lines else "a graph break"
+    text = lines[0] if lines else "a graph break"
+    if text.startswith("generic_jump"):
+        text = "a branch on a tensor's value"
+    frames = getattr(why, "user_stack", None)
+    return f"{text}, {frames[-1].filename}:{frames[-1].lineno}" if frames else text
 
 
 # A hop through what swap_in left in a module's __dict__, as Dynamo's sources spell it.

@@ -27,12 +27,13 @@ from .dynamo import Compile, break_reason, compile_under_way
 
 @dataclass(frozen=True)
 class Left:
-    """A product or an attention that stays with the host.
+    """What stays with the host, or is in our ops, but not as the one op that it could be.
 
     Attributes:
         name: the module that computes it, "blocks.0.attn"; "" the model itself.
-        op: "linear", "matmul", ...; "" of a module that only= or skip= left out.
-        flops: of its forward.
+        op: "linear", "matmul", ...; "mlp", "gated_mlp" or "residual" of one in several ops; "" of a
+            module that only= or skip= left out.
+        flops: of its forward that the host computes.
         reason: one phrase.
     """
 
@@ -84,6 +85,8 @@ class Calls:
         graphs: those that its calls made.
         limit: the limit of torch._dynamo past which new kinds of calls run the host's forward; "".
         as_python: how many calls Dynamo ran as Python, without a graph.
+        called: whether a call has ended.
+        undone: whether swap_out took the module's own method back since.
         notes: what else happened to it, a line each.
     """
 
@@ -92,6 +95,8 @@ class Calls:
     graphs: list[GraphReport] = field(default_factory=list)
     limit: str = ""
     as_python: int = 0
+    called: bool = False
+    undone: bool = False
     notes: list[str] = field(default_factory=list)
 
     def note(self, line: str) -> None:
@@ -99,8 +104,20 @@ class Calls:
             self.notes.append(line)
 
 
+NO_GRAPH = "it was called, but torch.compile captured no graph; the original code runs"
+# Rules that only write the graph in another way, for those that put ops in.
+REWORDED = {
+    "einsum by heads",
+    "in place",
+    "norm in autocast's dtype",
+    "norm_and_input",
+    "product as linear",
+    "rows in order",
+}
+
 _lock = threading.Lock()
-_graphs_of = WeakIdKeyDictionary()  # parameter -> the reports of graphs that read it
+# parameter -> the reports of graphs that read it, each with the calls that swap_in made it for
+_graphs_of = WeakIdKeyDictionary()
 _collecting: ContextVar[Calls | None] = ContextVar("fastvit_kernels.collecting", default=None)
 
 
@@ -119,7 +136,7 @@ def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | Non
         report.left = [replace(x, name=n) for x, n in zip(report.left, names, strict=True)]
     with _lock:
         for tensor in tensors:
-            _graphs_of.setdefault(tensor, []).append(report)
+            _graphs_of.setdefault(tensor, []).append((report, calls))
         if calls is not None:
             calls.graphs.append(report)
 
@@ -135,10 +152,11 @@ def collecting(calls: Calls) -> Iterator[None]:
 
 
 def reports_of(model: nn.Module) -> list[GraphReport]:
-    """The reports of graphs that read a parameter of the model, in the order of their compiles."""
+    """The reports of graphs that read a parameter of the model, in the order of their compiles;
+    not of those that swap_out has put aside."""
     with _lock:
-        found = [r for p in model.parameters() for r in _graphs_of.get(p, ())]
-    return unique(found)
+        found = [x for p in model.parameters() for x in _graphs_of.get(p, ())]
+    return unique(graph for graph, calls in found if calls is None or not calls.undone)
 
 
 def unique(reports: Iterable[GraphReport]) -> list[GraphReport]:
@@ -168,7 +186,7 @@ class _Summary:
 
     @property
     def left(self) -> list[Left]:
-        """What stays with the host, the most FLOPs first: once, however many graphs it is in."""
+        """What is not fused, the most FLOPs first: once, however many graphs it is in."""
         found: dict[tuple[str, str, str], Left] = {}
         for row in (row for g in self.graphs for row in g.left):
             known = found.setdefault((row.name, row.op, row.reason), row)
@@ -193,11 +211,11 @@ class _Summary:
 
     def __str__(self) -> str:
         if not self.graphs:
-            lines = ["no graph yet: the first call makes one, or give example="]
+            lines = [self._without_graphs()]
         else:
-            lines = [self._headline(), *_left_lines(self.left)]
-        if any(not c.name for c in self.calls):
-            lines += ["modules inside run their host's forward where they are called by themselves"]
+            lines = [self._headline(), *self._fused_line(), *_left_lines(self.left)]
+        if self.calls and all(c.undone for c in self.calls):
+            lines = ["undone since by swap_out, or by another swap_in; it was:", *lines]
         lines += [
             f"declined: {why}" for why in dict.fromkeys(g.declined for g in self.graphs) if why
         ]
@@ -205,6 +223,26 @@ class _Summary:
         lines += [f"limit met, new kinds of calls run the host's forward: {x}" for x in self.limits]
         lines += [f"{c.name or 'the model'}: {note}" for c in self.calls for note in c.notes]
         return "\n".join(lines)
+
+    def _without_graphs(self) -> str:
+        if not self.calls:
+            return (
+                "nothing is fused: the model is not swapped (fk.swap_in(model)), and "
+                'torch.compile(model, backend="fastvit_kernels") has made no graph of it'
+            )
+        if any(c.called or c.notes for c in self.calls):
+            return f"nothing is fused: {NO_GRAPH}"
+        inside = "a module inside, called by itself, runs the original code"
+        whole = any(not c.name for c in self.calls)
+        hint = f"; {inside}" if whole else ""
+        return f"no graph yet: the first call makes one, or give example={hint}"
+
+    def _fused_line(self) -> list[str]:
+        """What rules put in, of each kind of call once: a recompile has the same once more."""
+        first = [g for g in self.graphs if g.compiled is None or g.compiled.times == 0]
+        counts = sum((g.rules for g in first or self.graphs), Counter[str]())
+        shown = [f"{n} {rule}" for rule, n in counts.most_common() if rule not in REWORDED]
+        return [f"fused: {', '.join(shown)}"] if shown else []
 
     def _headline(self) -> str:
         percent = f"{100 * self.share:.1f} % of the matmul and attention FLOPs"
@@ -225,7 +263,7 @@ def _left_lines(left: list[Left]) -> list[str]:
     for row in left:
         alike.setdefault((re.sub(r"\d+", "*", row.name), row.op, row.reason), []).append(row)
     return [
-        f"  {f'{len(rows)} x ' if len(rows) > 1 else ''}{name or 'the model'}"
+        f"  {f'{len(rows)} x {name}' if len(rows) > 1 else rows[0].name or 'the model'}"
         f"{f' {op}' if op else ''}: {reason}"
         for (name, op, reason), rows in alike.items()
     ]

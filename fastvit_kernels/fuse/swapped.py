@@ -31,7 +31,7 @@ from ..runtime.compat import (
     is_observed,
 )
 from . import dynamo
-from .report import Calls, collecting
+from .report import NO_GRAPH, Calls, collecting
 from .settings import Compiler, DropPath, Memory
 
 REPLICATE = "_replicate_for_data_parallel"
@@ -128,7 +128,7 @@ class Swapped:
         self.entry = ""
         self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
-        self.looked = self.method != "forward"
+        self.looked = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: vars(self)[k] for k in ("module", "settings", "name", "method", "own")}
@@ -231,8 +231,13 @@ class Swapped:
             )
 
     def look(self) -> None:
-        """After the first call: say if hardly a product is fused."""
-        self.looked = True
+        """After the first call: say if there is no graph, or if hardly a product is fused."""
+        self.looked = self.calls.called = True
+        every = (self, *swapped_methods(self.module))  # itself may be in a wrapper there
+        if not any(each.calls.graphs for each in every):
+            self.warn(f"nothing is fused: {NO_GRAPH}")
+        if self.method != "forward":
+            return
         flops = sum(g.flops for g in self.calls.graphs)
         fused = sum(g.fused_flops for g in self.calls.graphs)
         if fused >= LITTLE * flops:
@@ -291,12 +296,14 @@ class Swapped:
 
     def put_into(self, module: nn.Module) -> None:
         vars(module)[self.method] = self
+        self.calls.undone = False
         if self.method == "forward":
             vars(module)[REPLICATE] = self.replicate
 
     def remove_from(self, module: nn.Module) -> None:
         own = vars(module)
         own.pop(self.method, None)
+        self.calls.undone = self.calls.undone or module is self.module
         if self.own is not None:
             own[self.method] = self.own
         own.pop(REPLICATE, None)

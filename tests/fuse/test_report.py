@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import pickle
 import warnings
@@ -11,10 +12,10 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.nn.functional as F
-from swapped import images, swapped_and_host, vit
+from swapped import images, no_warning, swapped_and_host, vit
 from torch import nn
 
-from fastvit_kernels import backend, status, swap_in
+from fastvit_kernels import backend, status, swap_in, swap_out
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.graph import Decline
 from fastvit_kernels.fuse.report import reports_of
@@ -177,6 +178,14 @@ def test_a_norm_that_is_left_has_a_row():
     assert (row.name, row.op) == ("1", "layer_norm") and row.reason
 
 
+def test_what_is_fused_is_counted():
+    report = swap_in(vit(), example=images())
+    (line,) = [line for line in str(report).splitlines() if line.startswith("fused: ")]
+    counts = dict(reversed(part.split(" ", 1)) for part in line[len("fused: ") :].split(", "))
+    wanted = {"qkv_attention": "2", "mlp": "2", "layer_norm": "5", "linear": "1"}
+    assert counts.items() >= wanted.items() and "norm_and_input" not in counts
+
+
 def test_talking_heads_are_told_in_words():
     from timm.models.cait import Cait
 
@@ -284,11 +293,65 @@ def test_the_report_says_whether_kernels_run():
 def test_status_finds_the_graphs_of_torch_compile():
     model = vit()
     assert status(model).graphs == []
+    assert "the model is not swapped" in str(status(model))
     compiled = torch.compile(model, backend=fastvit_kernels, options={"compiler": "eager"})
     compiled(images())
     for m in (model, compiled):
         assert len(status(m).graphs) == 1 and status(m).share > 0
     assert reports_of(vit()) == []
+
+
+def test_nothing_is_fused_behind_swap_out():
+    model = vit()
+    report = swap_in(model, example=images())
+    swap_out(model)
+    assert status(model).graphs == [] and "the model is not swapped" in str(status(model))
+    assert report.share == 1 and "undone since" in str(report)
+    swap_in(model, example=images())
+    assert len(status(model).graphs) == 1 and "undone since" not in str(status(model))
+
+
+class Disabled(nn.Linear):
+    @torch._dynamo.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_example", [True, False])
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(8, 8), lambda: Disabled(8, 8)])
+def test_a_model_without_a_graph_gets_one_warning(make, is_example):
+    x, model = torch.randn(2, 5, 8), make()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RuntimeWarning)
+        report = swap_in(model, example=x if is_example else None)
+        for _ in range(2):
+            model(x)
+    (only,) = [str(w.message) for w in warned if "swap_in" in str(w.message)]
+    for text in (only, str(report), str(status(model))):
+        assert "nothing is fused: it was called, but torch.compile captured no graph" in text
+
+
+def test_a_method_inside_that_has_a_graph_is_no_warning():
+    class Outer(nn.Linear):
+        def forward_features(self, x):
+            return super().forward(x)
+
+        @torch._dynamo.disable
+        def forward(self, x):
+            return self.forward_features(x)
+
+    model, _ = swapped_and_host(Outer(8, 8))
+    with no_warning():
+        model(torch.randn(2, 8))
+    assert status(model).share == 1
+
+
+def test_a_forward_that_is_wrapped_later_is_no_warning():
+    model, _ = swapped_and_host(nn.Linear(8, 8))
+    model.forward = functools.partial(model.forward)
+    with no_warning():
+        model(torch.randn(2, 8))
+    assert status(model).share == 1
 
 
 class Breaks(nn.Module):
@@ -307,7 +370,7 @@ def test_graph_breaks_and_recompiles_are_rows():
     model(torch.randn(2, 8))
     found = status(model)
     assert len(found.graphs) == 2 and len(found.graph_breaks) == 1 and found.recompiles == 0
-    assert "1 graph break: " in str(found)
+    assert "1 graph break: " in str(found) and f"{__file__}:" in found.graph_breaks[0]
     model(torch.randn(2, 8).double().float().requires_grad_())
     assert status(model).recompiles >= 1
     assert "recompile" in str(status(model))

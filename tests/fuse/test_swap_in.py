@@ -183,9 +183,10 @@ def test_a_child_called_alone_runs_as_its_host_and_the_report_says_so():
     x = torch.randn(2, 5, 64)
     assert_same(model.blocks[0](x), host.blocks[0](x))
     assert graphs(model) == 0
+    assert "a module inside, called by itself, runs the original code" in str(status(model))
     model(images())
-    assert "called by themselves" in str(status(model))
-    assert "called by themselves" not in str(swap_in(model, regional=True))
+    assert "called by itself" not in str(status(model))
+    assert "called by itself" not in str(swap_in(model, regional=True))
 
 
 class Entrances(nn.Module):
