@@ -300,6 +300,14 @@ def copied(n: Node) -> Node | None:
     return base if is_tensor(base) and same_kind(n, base) and eq(shape(n), shape(base)) else None
 
 
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether a cast from the other floating dtype is exact. Not to or from 8 bits."""
+    return dtype in WIDE and other in WIDE and torch.promote_types(dtype, other) == dtype
+
+
 def uncast(n: Any, path: list[Node]) -> Any:
     """Back through casts to a wider floating dtype (exact) and what `same_tensor` leaves out."""
     while isinstance(n, Node):
@@ -307,8 +315,7 @@ def uncast(n: Any, path: list[Node]) -> Any:
         if op(n) not in CASTS or not is_tensor(base := input_of(n)):
             return n
         a, b = val(n), val(base)
-        exact = torch.promote_types(a.dtype, b.dtype) == a.dtype and b.dtype.is_floating_point
-        if not (exact and wide(a.dtype) and wide(b.dtype) and in_one_region(n, base)):
+        if not (holds(a.dtype, b.dtype) and in_one_region(n, base)):
             return n
         if a.device != b.device or not eq(shape(n), shape(base)):
             return n
@@ -317,8 +324,3 @@ def uncast(n: Any, path: list[Node]) -> Any:
         path.append(n)
         n = base
     return n
-
-
-def wide(dtype: torch.dtype) -> bool:
-    """The floating dtypes whose casts upward are exact: not the 8-bit ones."""
-    return dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)

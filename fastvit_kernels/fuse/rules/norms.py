@@ -20,6 +20,7 @@ from ..views import (
     bound,
     eq,
     filled,
+    holds,
     is_number,
     is_tensor,
     op,
@@ -71,7 +72,7 @@ def written_rms_norm(g: Graph, n: Node) -> None:
         last = end
     gone = g.absorb([root, *path], last)
     out_dtype, given = val(last).dtype, val(x).dtype
-    need(torch.promote_types(out_dtype, given) == given, f"{given} normed to {out_dtype}")
+    need(holds(given, out_dtype), f"{given} normed to {out_dtype}")
     new = g.emit(last, fk.rms_norm, x, weight, eps, out_dtype=out_dtype, like=last)
     g.replace(last, new, gone, "rms_norm")
 

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ..graph import Graph, is_float, need
-from ..views import input_of, op, same_map, same_place, shape, uncast, val, view, view_base
+from ..views import holds, input_of, op, same_map, same_place, shape, uncast, val, view, view_base
 from .rope_tables import same_value, tables
 from .rotation import Rotation, recast, rotation_of
 
@@ -66,7 +66,7 @@ def check_dtypes(path: list[Node], x: Node, read_as: torch.dtype) -> None:
     for n in path:
         if is_float(n):
             found = val(n).dtype
-            need(torch.promote_types(found, given) == found, f"a rotation in {found}")
+            need(holds(found, given), f"a rotation in {found}")
             need(found != torch.float64 or given == found, "a rotation in float64")
 
 

@@ -21,6 +21,7 @@ from ..graph import Decline, is_float, need
 from ..views import (
     CASTS,
     ORDER_KEEPING,
+    WIDE,
     View,
     bound,
     eq,
@@ -38,7 +39,6 @@ from ..views import (
     val,
     view,
     view_base,
-    wide,
 )
 
 
@@ -369,10 +369,5 @@ def recast(n: Node, path: list[Node]) -> Node:
 def is_plain_cast(n: Node, base: Node) -> bool:
     a, b = val(n), val(base)
     alike = (a.device, a.requires_grad) == (b.device, b.requires_grad)
-    return (
-        in_one_region(n, base)
-        and alike
-        and eq(shape(n), shape(base))
-        and wide(a.dtype)
-        and wide(b.dtype)
-    )
+    is_wide = a.dtype in WIDE and b.dtype in WIDE
+    return in_one_region(n, base) and alike and eq(shape(n), shape(base)) and is_wide

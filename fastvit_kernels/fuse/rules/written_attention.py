@@ -23,6 +23,7 @@ from ..views import (
     VIEWS,
     bound,
     eq,
+    holds,
     input_of,
     is_number,
     is_tensor,
@@ -65,8 +66,10 @@ def written_attention(g: Graph, n: Node) -> None:
     for each in path:
         x = val(each)
         if isinstance(x, torch.Tensor) and x.is_floating_point():
-            exact = torch.promote_types(x.dtype, val(n).dtype) == x.dtype
-            need(exact, f"a softmax in {x.dtype} for a result in {val(n).dtype}")
+            need(
+                holds(x.dtype, val(n).dtype),
+                f"a softmax in {x.dtype} for a result in {val(n).dtype}",
+            )
     q, kt = factors(scores.product, "...td,...sd->...ts")
     is_turned = op(scores.product) != "einsum"
     k = g.emit(n, aten.transpose.int, kt, -2, -1) if is_turned else kt
