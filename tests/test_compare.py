@@ -127,6 +127,18 @@ def test_compare_interrupted(monkeypatch, at):
     assert found.line.endswith("interrupted")
 
 
+def test_compare_takes_the_autocast_that_it_is_called_under():
+    seen = []
+
+    def batch(model):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return model(torch.randn(2, 5, 16)).float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fk.compare(Mlp(), batch, steps=1, seconds=0.01)
+    assert all(seen) and "bfloat16" in str(found)
+
+
 def test_compare_rejects():
     with pytest.raises(ValueError, match=r"compare: ways are of eager, .*; got fast"):
         compare(ways=["fast"])

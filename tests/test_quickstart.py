@@ -13,7 +13,7 @@ def test_outputs_are_kept_and_name_no_machine():
     notebook = json.loads(PAGE.read_text())
     text = "\n".join(printed(notebook))
     assert text.count("of the matmul and attention FLOPs") == 2
-    assert "images/s" in text and "host N ms, fused N ms a step" in text
+    assert "images/s" in text and "original N ms, swapped N ms a step" in text
     assert text.count("image") >= 2, "two figures"
     assert "/site-packages/" not in PAGE.read_text()
     counts = [c["execution_count"] for c in notebook["cells"] if c["cell_type"] == "code"]

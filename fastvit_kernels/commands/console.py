@@ -63,7 +63,8 @@ def errors_told(logits: Error, gradients: Sequence[Error]) -> str:
         if error.rms * error.limit_max > error.max * error.limit_rms:
             kind, numbers = "rms error", (error.rms, error.torch_rms, error.limit_rms)
         ours, own, limit = (f"{x:.2e}" for x in numbers)
-        lines.append(f"  {name}: {kind} {ours} (PyTorch's own {own}, allowed {limit})")
+        allowed = f"allowed, twice that and a floor: {limit}"
+        lines.append(f"  {name}: {kind} {ours} (PyTorch's own {own}; {allowed})")
     return "\n".join(lines)
 
 

@@ -333,7 +333,7 @@ def agrees(run: Run) -> bool:
     if failed:
         print("That breaks the 2x rule. Nothing was trained; --no-check trains all the same.")
     else:
-        print(f"Logits and all {len(gradients)} gradients agree within twice PyTorch's error.")
+        print(f"Logits and all {len(gradients)} gradients are within what is allowed.")
     return not failed
 
 

@@ -67,6 +67,8 @@ def break_reason(gm: GraphModule) -> str:
     text = lines[0] if lines else "a graph break"
     if text.startswith("generic_jump"):
         text = "a branch on a tensor's value"
+    elif text.startswith("step_unsupported"):
+        text = "torch.compile captures no more of this forward, which the share leaves out"
     frames = getattr(why, "user_stack", None)
     return f"{text}, {frames[-1].filename}:{frames[-1].lineno}" if frames else text
 

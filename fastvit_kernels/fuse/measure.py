@@ -31,7 +31,7 @@ def measure_step(
     Gradients, buffers and random numbers are as before at the end. The step is measured in the mode
     and under the autocast that hold now; in eval mode or under no_grad without a backward.
 
-    Returns: the sentence for the report, "host 36.8 ms, fused 29.1 ms a step: 1.26x", or
+    Returns: the sentence for the report, "original 36.8 ms, swapped 29.1 ms a step: 1.26x", or
         "NOT swapped: ...".
     Raises: what the host raises on this batch, with the model swapped out.
     """
@@ -55,7 +55,7 @@ def measure_step(
             method.calls.note(ADVICE)  # for fk.status
     host, fused = (statistics.median(t) for t in times)
     noise = sum(_spread(t) for t in times)
-    said = f"host {host:.1f} ms, fused {fused:.1f} ms a step"
+    said = f"original {host:.1f} ms, swapped {fused:.1f} ms a step"
     if fused < host - noise:
         return f"{said}: {host / fused:.2f}x"
     undo()

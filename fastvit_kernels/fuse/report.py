@@ -116,6 +116,11 @@ REWORDED = {
 }
 
 _lock = threading.Lock()
+NOT_A_MODEL = (
+    "swap_in works in place and returns a report: write fk.swap_in(model), "
+    "not model = fk.swap_in(model)"
+)
+
 # parameter -> the reports of graphs that read it, each with the calls that swap_in made it for
 _graphs_of = WeakIdKeyDictionary()
 _collecting: ContextVar[Calls | None] = ContextVar("fastvit_kernels.collecting", default=None)
@@ -215,7 +220,7 @@ class _Summary:
         else:
             lines = [self._headline(), *self._fused_line(), *_left_lines(self.left)]
         if self.calls and all(c.undone for c in self.calls):
-            lines = ["undone since by swap_out, or by another swap_in; it was:", *lines]
+            lines = ["undone; it was:", *lines]
         lines += [
             f"declined: {why}" for why in dict.fromkeys(g.declined for g in self.graphs) if why
         ]
@@ -271,12 +276,6 @@ def _left_lines(left: list[Left]) -> list[str]:
 
 def _counted(what: str, reasons: list[str]) -> list[str]:
     return [f"{n} {what}{'s' * (n > 1)}: {why}" for why, n in Counter(reasons).items()]
-
-
-NOT_A_MODEL = (
-    "swap_in works in place and returns a report: write fk.swap_in(model), "
-    "not model = fk.swap_in(model)"
-)
 
 
 @dataclass

@@ -13,13 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.compat import is_compiled_in_place
-from .report import Left
+from .report import NOT_A_MODEL, Left, SwapReport
+
+
+def check_model(what: str, model: Any) -> None:
+    """Raises: TypeError for what is no nn.Module."""
+    if not isinstance(model, nn.Module):
+        hint = f": {NOT_A_MODEL}" if isinstance(model, SwapReport) else ""
+        raise TypeError(f"{what}: model must be an nn.Module, got {type(model).__name__}{hint}")
 
 
 def unwrapped(what: str, model: Any) -> nn.Module:
-    """The model inside of DDP or DataParallel. Raises: TypeError for what is no nn.Module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: model must be an nn.Module, got {type(model).__name__}")
+    """The model inside of DDP or DataParallel. Raises: as `check_model`."""
+    check_model(what, model)
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, parallel):
         model = model.module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .report import ModelStatus, reason_for_pytorch, reports_of, unique
+from .select import check_model
 from .swapped import swapped_methods
 
 
@@ -17,8 +18,7 @@ def status(model: nn.Module) -> ModelStatus:
         to read it.
     Raises: TypeError if model is not an nn.Module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"status: model must be an nn.Module, got {type(model).__name__}")
+    check_model("status", model)
     calls = [s.calls for s in swapped_methods(model)]
     graphs = unique([g for c in calls for g in c.graphs] + reports_of(model))
     return ModelStatus(graphs, calls, reason_for_pytorch(model))

@@ -115,8 +115,7 @@ def swap_out(model: nn.Module) -> None:
     Raises: TypeError if model is not an nn.Module; ValueError, with nothing undone, if `forward` of
     a swapped module was replaced since: undo that first.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"swap_out: model must be an nn.Module, got {type(model).__name__}")
+    select.check_model("swap_out", model)
     for name, module in model.named_modules():
         if REPLICATE in vars(module) and not is_swapped(vars(module).get("forward")):
             where = f"{name}.forward" if name else "forward"

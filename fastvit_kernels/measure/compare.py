@@ -312,7 +312,7 @@ def compare(
             "backend+graphs" (mode="reduce-overhead"), "max-autotune" and "backend+max-autotune".
             Default: the first five, on a CPU eager and swapped. Eager runs in any case.
         max_autotune: add the last two, which take minutes.
-        autocast: its dtype, or None for none.
+        autocast: its dtype. Default: of the autocast that the call is under, else none.
         steps: how many first steps to compare losses over. Default 20, on a CPU 3.
         seconds: for timing all ways together, compilation not included.
         name: what to call the model. Default: its class.
@@ -331,6 +331,8 @@ def compare(
     if not any(p.is_floating_point() for p in model.parameters()):
         raise ValueError(f"compare: {type(model).__name__} has no parameter to train or to time")
     device = next(model.parameters()).device
+    if autocast is None and torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
     on_gpu = device.type == "cuda"
     ways = [ways] if isinstance(ways, str) else ways
     asked = list((ON_GPU if on_gpu else ON_CPU) if ways is None else ways)

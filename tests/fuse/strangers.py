@@ -411,7 +411,7 @@ def scores_that_are_clamped(kit, x):
     return scores_of(lambda kit, s, x: s.clamp(-3, 3).softmax(-1))(kit, x)
 
 
-@block(0.877, "a product of slice, not of a softmax")
+@block(0.877, "no softmax before this matmul, but slice")
 def scores_with_a_sink(kit, x):
     """One logit that takes weight and gives no value."""
 
@@ -431,12 +431,12 @@ def the_largest_scores(kit, x):
     return scores_of(largest)(kit, x)
 
 
-@block(0.877, "a product of sigmoid, not of a softmax")
+@block(0.877, "no softmax before this matmul, but sigmoid")
 def sigmoids_for_a_softmax(kit, x):
     return scores_of(lambda kit, s, x: (s - math.log(9)).sigmoid())(kit, x)
 
 
-@block(0.877, "a product of div, not of a softmax")
+@block(0.877, "no softmax before this matmul, but div")
 def squared_relu_for_a_softmax(kit, x):
     return scores_of(lambda kit, s, x: s.relu().square() / 9)(kit, x)
 
@@ -621,7 +621,7 @@ def agents(kit, x):
     return x + kit.o(join((q * D**-0.5 @ a.mT).softmax(-1) @ read))
 
 
-@block(0.883, "a product of add, not of a softmax")
+@block(0.883, "no softmax before this matmul, but add")
 def linear_attention(kit, x):
     q, k, v = packed(kit, x)
     q, k = F.elu(q) + 1, F.elu(k) + 1

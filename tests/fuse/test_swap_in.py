@@ -980,6 +980,8 @@ def test_torch_compile_says_that_its_mode_is_misspelled():
         (lambda report: report.parameters(), AttributeError, "has no attribute 'parameters'"),
         (lambda report: report.train(), AttributeError, "has no attribute 'train'"),
         (lambda report: report.blocks, AttributeError, "has no attribute 'blocks'"),
+        (status, TypeError, "status: model must be an nn.Module, got SwapReport"),
+        (swap_out, TypeError, "swap_out: model must be an nn.Module, got SwapReport"),
     ],
 )
 def test_a_report_that_is_used_as_the_model_says_so(use, error, start):

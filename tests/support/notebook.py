@@ -72,7 +72,7 @@ def printed(notebook: Any) -> list[str]:
             text += "".join(part) if isinstance(part, list) else part
             text += " image" if "image/png" in output.get("data", {}) else ""
         text = re.sub(r"\d[\d,]*(\.\d+)*(e[-+]\d+)?(\+\w+)?", "N", text)
-        text = re.sub(r"(NOT swapped: )?(host N ms, fused N ms a step).*", r"\2", text)
+        text = re.sub(r"(NOT swapped: )?(original N ms, swapped N ms a step).*", r"\2", text)
         found.append(re.sub(" +", " ", text))
     return found
 

@@ -23,6 +23,7 @@ from ..views import (
     VIEWS,
     bound,
     eq,
+    hint,
     holds,
     input_of,
     is_number,
@@ -122,7 +123,7 @@ def behind_softmax(n: Node, path: list[Node]) -> tuple[Node, float, Node | None]
             need(is_number(b["p"]) and 0 <= b["p"] < 1, "a dropout of everything")
             p, draw = float(b["p"]), n
         else:
-            why = f"a product of {op(n) or 'an input'}, not of a softmax"
+            why = f"no softmax before this matmul, but {op(n) or 'an input'}"
             need(op(n) in CASTS and is_tensor(input_of(n)), why)
             need(val(n).is_floating_point(), why)
         path.append(n)
@@ -155,7 +156,7 @@ def way_to_softmax(start: Node, onward: Callable[[Node], list[Node]]) -> list[No
         for n in onward(at) if len(ways[at]) < 12 else ():
             if not is_tensor(n) or n in ways or val(n).ndim < 3:
                 continue
-            is_like_start = eq(shape(n)[-2:], shape(start)[-2:])
+            is_like_start = eq(shape(n)[-2:], shape(start)[-2:]) or sizes(n) == sizes(start)
             if op(n) == "softmax" and is_like_start:
                 return ways[at]
             ways[n] = [*ways[at], n]
@@ -163,6 +164,11 @@ def way_to_softmax(start: Node, onward: Callable[[Node], list[Node]]) -> list[No
             if mixes_heads or op(n) not in (*PRODUCTS, "softmax"):
                 todo.append(n)
     return None
+
+
+def sizes(n: Node) -> list[int]:
+    """In no order: heads that are mixed may lie last."""
+    return sorted(map(hint, shape(n)))
 
 
 def scores_of(n: Node, rank: int) -> Scores:
