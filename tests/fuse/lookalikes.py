@@ -19,6 +19,8 @@ from tests.fuse.hosts import Host, Result, run
 # A row that a boolean mask hides whole is NaN in the host as here; the host's masked_fill then
 # gives scores a gradient of 0, ours NaN.
 HIDDEN_ROWS = {"mask - of inputs, row", "mask - of inputs, all", "mask - of a buffer"}
+# At these a rule once failed with an error of torch's own.
+RAISED = ("scores - fp8 and back", "rms - input - fp8 and back", "mha - output - turned in place")
 
 
 def written_out() -> list[Host]:
@@ -45,8 +47,8 @@ def of_the_suite() -> list[Host]:
     siblings = [h for h in tables if " of tokens - " in h.id or " of a square - " in h.id]
     first = [h for h in tables if h not in siblings and h.id not in HIDDEN_ROWS]
     made = products()
-    narrow = [h for h in made if h.id.startswith("written") and "fp8" in h.id]  # none promotes
-    return first + siblings[::8] + narrow + random.Random(0).sample(made, 90)
+    raised = [h for h in made if h.id.endswith(RAISED)]
+    return first + siblings[::8] + raised + random.Random(0).sample(made, 90)
 
 
 def wrong_of(host: Host) -> tuple[str, Result | None]:

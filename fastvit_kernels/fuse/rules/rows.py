@@ -30,7 +30,7 @@ def rows_in_order(g: Graph, n: Node) -> None:
     g.check_alike(new, root)
     try:
         found = g.restride(root, new)
-    except RuntimeError as error:  # a view that other strides do not allow
+    except (RuntimeError, ValueError) as error:  # a view that other strides do not allow
         raise Decline("strides that something reads") from error
     g.replace_with_strides(root, new, gone, "rows in order", found)
 
