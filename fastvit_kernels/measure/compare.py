@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..fuse.batch import arguments_of, check_batch, noting
 from ..fuse.measure import ADVICE, HOST_BOUND
-from ..fuse.select import tensors, unwrapped
+from ..fuse.select import check_model, tensors
 from ..fuse.swap import swap_in, swap_out
 from ..runtime.backend import backend, reason_for_torch
 from ..runtime.configs import recording
@@ -322,7 +322,7 @@ def compare(
         ValueError for a model without parameters, another way or numbers below 1; what the model
         raises on the batch.
     """
-    unwrapped("compare", model)
+    check_model("compare", model)
     if not is_callable(batch):
         check_batch("compare", "batch", batch, also=", or a callable that takes the model")
     if not isinstance(autocast, (torch.dtype, type(None))):
