@@ -210,6 +210,17 @@ def _store_sums(dsums, partial_ptr, pid_m, column, N):
 
 
 @gluon.jit
+def _sum_half(dsums, y, half, partial_ptr, pid_m, column, N):
+    """The sums of a tile's first half; with the second, stored."""
+    own = _sum_own(y)
+    if half == 0:
+        dsums = own
+    else:
+        _store_sums(dsums + own, partial_ptr, pid_m, column, N)
+    return dsums
+
+
+@gluon.jit
 def _finish_by_pointers(
     written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HIDDEN: gl.constexpr
 ):
@@ -252,10 +263,7 @@ def _finish_by_pointers(
             if HIDDEN:
                 y *= derivative
                 if partial_ptr is not None:
-                    if half == 0:
-                        dsums = _sum_own(y)
-                    else:
-                        _store_sums(dsums + _sum_own(y), partial_ptr, pid_m, column, N)
+                    dsums = _sum_half(dsums, y, half, partial_ptr, pid_m, column, N)
             else:
                 if other_ptr is not None:
                     gl.store(other_ptr + offs, low, mask=mask)
@@ -306,10 +314,7 @@ def _finish_by_tma(written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HI
                 mbarrier.wait(barriers.staged.index(part), phase)
                 y = staged.load(layout).to(gl.float32) * derivative
                 if partial_ptr is not None:
-                    if half == 0:
-                        dsums = _sum_own(y)
-                    else:
-                        _store_sums(dsums + _sum_own(y), partial_ptr, pid_m, column, N)
+                    dsums = _sum_half(dsums, y, half, partial_ptr, pid_m, column, N)
                 _send(y, out, at, staged)
                 store_wait(1)  # all but this step's dz
                 mbarrier.arrive(barriers.read.index(half), count=1)
