@@ -4,7 +4,7 @@ import os
 import sys
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is imported
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores
+os.environ["OMP_NUM_THREADS"] = "1"  # forks share the cores, and cannot use a pool of threads
 
 from .sweep import main
 

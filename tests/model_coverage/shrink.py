@@ -1,14 +1,15 @@
 """Any model of timm or transformers, made small enough for a training step in float64.
 
-Nothing is known of the model but its constructor: repeated layers are cut to two, images are small,
+Nothing is known of the model but its constructor: repeated blocks are cut to two, images are small,
 widths stay unless the model is large. Whether a cut model runs is tried on the meta device.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -49,15 +50,26 @@ def _form(module: nn.Module) -> str:
     return re.sub(r"drop_(prob|path)=[\d.]+", "", repr(module))
 
 
-def shrink_repeats(model: nn.Module, most: int = 2) -> None:
-    """Of layers in a row that are the same, keep the first `most`."""
+def _kind(module: nn.Module) -> tuple[type, ...]:
+    return tuple(type(m) for m in module.modules())
+
+
+def shrink_repeats(model: nn.Module, kinds_once: bool = True) -> None:
+    """Of blocks in a row that are the same, keep two; with `kinds_once` also where others are
+    between them, and of a row whose kinds an earlier row had at another width the first alone."""
+    had: set[tuple[type, ...]] = set()
     for parent in list(model.modules()):
         if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
             continue
         kept: list[nn.Module] = []
         for child in parent:
-            if len(kept) < most or any(_form(k) != _form(child) for k in kept[-most:]):
+            forms = [_form(k) for k in (kept if kinds_once else kept[-2:])]
+            again = forms.count(_form(child)) == 2
+            if kinds_once and kept and _kind(child) in had:
+                again = True
+            if not again or not list(child.children()):  # a layer by itself is no block
                 kept.append(child)
+        had |= {_kind(child) for child in kept}
         if len(kept) < len(parent):
             del parent[len(kept) :]
             for place, child in enumerate(kept):
@@ -99,8 +111,8 @@ def _try(model: nn.Module, inputs: Mapping[str, Any]) -> None:
         model(**arguments)
 
 
-# A width, equal for builders of models of one size but for the images'; a builder; its inputs
-Candidate = tuple[int, Callable[[], nn.Module], dict[str, Any]]
+# A size, equal for builders of models of one size but for the images'; a builder; its inputs
+Candidate = tuple[Hashable, Callable[[], nn.Module], dict[str, Any]]
 
 
 def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
@@ -110,12 +122,12 @@ def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
     Raises: NotShrunk at the end, with the reason against the last.
     """
     reason = "it has no candidate"
-    large: set[int] = set()
+    large: set[Hashable] = set()
     last: Any = None
     model: nn.Module | None = None
     refused = False  # the last builder raised
-    for width, build, inputs in candidates:
-        if width in large or (build is last and refused):
+    for of_size, build, inputs in candidates:
+        if of_size in large or (build is last and refused):
             continue
         try:
             if build is not last:
@@ -128,7 +140,7 @@ def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
         except Exception as error:
             reason = _first_line(error)
             if isinstance(error, TooLarge):
-                large.add(width)
+                large.add(of_size)
             continue
         yield made, inputs
     raise NotShrunk(reason)
@@ -144,22 +156,22 @@ def _timm_candidates(name: str) -> Iterator[Candidate]:
     own = full.input_size[-1] if full is not None else 224
     generator = torch.Generator().manual_seed(0)
 
-    def build(narrow: int, repeats: bool, settings: dict[str, Any]) -> nn.Module:
+    def build(narrow: int, kinds_once: bool | None, settings: dict[str, Any]) -> nn.Module:
         with narrower_timm(narrow):
             model = timm.create_model(name, pretrained=False, num_classes=7, **settings)
-        if not repeats:
-            shrink_repeats(model)
+        if kinds_once is not None:
+            shrink_repeats(model, kinds_once)
         set_drop_path(model)
         return model
 
     # Some layers that are the same are no blocks one after the other: those models stay as deep
-    for narrow, repeats in ((1, False), (2, False), (4, False), (8, False), (1, True)):
-        for size in (64, 96, 128, own):
+    for narrow, kinds_once in (*itertools.product((1, 2, 4, 8), (True, False)), (1, None)):
+        for size in (64, 96, 128, own) if narrow == 1 else (64, own):
             for settings in ({"drop_path_rate": DROP_PATH}, {}):
                 for shape in ({"img_size": size}, {}):
                     x = torch.randn(2, 3, size, size, generator=generator)
-                    builder = partial(build, narrow, repeats, {**settings, **shape})
-                    yield narrow if not repeats else -narrow, builder, {"x": x}
+                    builder = partial(build, narrow, kinds_once, {**settings, **shape})
+                    yield (kinds_once, narrow), builder, {"x": x}
 
 
 TIMM_WIDTHS = re.compile(r"(embed_dims?|dims|widths|channels|num_heads|num_groups|stem_width)$")
@@ -200,6 +212,7 @@ def narrower_timm(factor: int) -> Iterator[None]:
 
 # transformers
 
+STAGES = ("depths", "layers", "depth", "stage_num_blocks", "stage_numb_of_layers")  # of each stage
 DEPTHS = re.compile(r"^(num_(\w+_)?layers|(\w+_)?layers|(\w+_)?depth|num_(\w+_)?blocks)$")
 WIDTHS = re.compile(
     r"(hidden_size|hidden_dim|d_model|embed_dim|intermediate_size|ffn_dim|mlp_dim|vocab_size|_dim)$"
@@ -217,12 +230,12 @@ def _shrink(config: Any, narrow: int, shallow: bool) -> None:
     """Cut the widths of a configuration and of those in it by a factor, and its depth."""
     for part in _configs(config):
         for key, value in list(vars(part).items()):
-            if not shallow and (DEPTHS.match(key) or key in ("depths", "layers", "depth")):
+            if not shallow and (DEPTHS.match(key) or key in STAGES):
                 continue
             if DEPTHS.match(key) and type(value) is int and value > 2:
                 _set(part, key, 2)
-            elif key in ("depths", "layers", "depth") and isinstance(value, (list, tuple)):
-                _set(part, key, type(value)(min(v, 2) for v in value))
+            elif key in STAGES and isinstance(value, (list, tuple)):
+                _set(part, key, type(value)(min(v, 1 if i else 2) for i, v in enumerate(value)))
             elif narrow > 1 and WIDTHS.search(key) and type(value) is int and value >= 128:
                 _set(part, key, value // narrow)
             elif narrow > 1 and "num_attention_heads" in key and type(value) is int:
@@ -324,7 +337,7 @@ def _hf_candidates(cls: Any) -> Iterator[Candidate]:
             for size in dict.fromkeys(sizes):
                 builder = partial(build, narrow, size, shallow)
                 for inputs in _hf_inputs(cls, config(narrow, size, shallow), size):
-                    yield narrow if shallow else -narrow, builder, inputs
+                    yield (shallow, narrow), builder, inputs
 
 
 def candidates(host: str, name: str) -> Iterator[Built]:

@@ -167,6 +167,7 @@ def spare_memory_work() -> None:
     the trace, and glibc would hand freed memory back to be cleared page by page."""
     gc.freeze()
     gc.disable()
+    torch._dynamo.config.run_gc_after_compile = False
     with suppress(AttributeError, OSError):  # another C library
         libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
         libc.mallopt(mmap_threshold, 1 << 30)

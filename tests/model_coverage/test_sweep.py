@@ -133,11 +133,34 @@ def test_the_command_refuses_what_names_no_model(capsys):
     assert "no model's name begins with resnet50_of_nobody" in capsys.readouterr().err
 
 
-def test_layers_that_repeat_are_cut():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)), nn.Linear(4, 2), nn.GELU())
-    shrink.shrink_repeats(model)
-    assert [str(m) for m in model[:2]] == [str(nn.Linear(4, 4))] * 2
-    assert len(model) == 4
+def _row(*kinds):
+    """A row of blocks; "w4" is a Linear of width 4 before a norm, "a4" one before a GELU."""
+    after = {"w": nn.LayerNorm, "a": lambda width: nn.GELU()}
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(int(k[1:]), int(k[1:])), after[k[0]](int(k[1:]))) for k in kinds)
+    )
+
+
+def _kinds(row):
+    names = {nn.LayerNorm: "w", nn.GELU: "a"}
+    return " ".join(f"{names[type(block[1])]}{block[0].in_features}" for block in row)
+
+
+@pytest.mark.parametrize(
+    ("kinds_once", "first", "later"),
+    [(True, "w4 a4 w4 a4", "w8"), (False, "w4 a4 w4 a4 w4 a4", "w8 w8 a8")],
+)
+def test_blocks_that_repeat_are_cut(kinds_once, first, later):
+    model = nn.Sequential(
+        _row("w4", "a4", "w4", "a4", "w4", "a4"),
+        nn.Linear(4, 8),
+        _row("w8", "w8", "w8", "a8"),
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+    )
+    shrink.shrink_repeats(model, kinds_once)
+    assert (_kinds(model[0]), _kinds(model[2])) == (first, later)
+    assert len(model[3]) == 3, "layers by themselves stay"
+    assert model(torch.zeros(2, 4)).shape == (2, 8)
 
 
 def test_what_is_too_large_or_refuses_is_built_once(monkeypatch):
@@ -241,7 +264,8 @@ def test_a_configuration_gets_images_of_a_size_in_its_own_form():
 
 @pytest.mark.parametrize(("narrow", "shallow"), [(4, True), (4, False), (1, True)])
 def test_what_is_cut_of_a_configuration(narrow, shallow):
-    """Widths by the factor, depths to two, every DropPath on; other numbers stay."""
+    """Widths by the factor, depths to two, of later stages to one, every DropPath on; other
+    numbers stay."""
     inner = SimpleNamespace(d_model=256, num_layers=6, to_dict=None, model_type="inner")
     config = SimpleNamespace(
         hidden_size=768,
@@ -260,6 +284,6 @@ def test_what_is_cut_of_a_configuration(narrow, shallow):
     assert (config.small_dim, inner.d_model) == (64, 256 // narrow)
     assert config.num_attention_heads == (1 if narrow == 4 else 2)
     assert (config.num_hidden_layers, inner.num_layers) == ((2, 2) if shallow else (12, 6))
-    assert config.depths == ((2, 1, 2) if shallow else (3, 1, 9))
+    assert config.depths == ((2, 1, 1) if shallow else (3, 1, 9))
     assert (config.image_size, config.num_labels) == (224, 1000)
     assert config.drop_path_rate == shrink.DROP_PATH
