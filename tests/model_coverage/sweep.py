@@ -24,8 +24,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from fastvit_kernels.fuse.report import GraphReport
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 from . import model_zoo, shrink
-from .compare import by_2x_rule, fingerprint, in_float64, randomize
+from .compare import Found, by_2x_rule, fingerprint, in_float64, randomize
 from .model_zoo import HOSTS
 
 TABLE = Path(__file__).with_name("coverage.csv")
@@ -101,7 +102,10 @@ def judge_step(row: Row, model: Any, inputs: Any, compiler: str = "eager") -> Ro
 
     Raises: NotShrunk where the host refuses.
     """
-    found = in_float64(model, inputs, compiler=compiler)
+    return with_step(row, in_float64(model, inputs, compiler=compiler))
+
+
+def with_step(row: Row, found: Found) -> Row:
     row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
     row.graphs = str(len(found.reports))
     row.run = f"WRONG: {found.wrong}"[:300] if found.wrong else "same"
@@ -115,12 +119,14 @@ judge_inductor = partial(judge_step, compiler="inductor")
 
 def judge(row: Row, model: Any, inputs: Any) -> Row:
     """The row with what a small model gave, in every way. Raises: as `judge_step`."""
-    judge_step(row, model, inputs)
+    exact = in_float64(model, inputs)
+    with_step(row, exact)
     if row.run.startswith(AS_DYNAMO):
         return row
+    by_rule = partial(by_2x_rule, model, inputs, oracle=exact.host)
     ways = {
-        "fp32": partial(by_2x_rule, model, inputs),
-        "by block in bf16": partial(by_2x_rule, model, inputs, True, torch.bfloat16),
+        "fp32": by_rule,
+        "by block in bf16": partial(by_rule, True, torch.bfloat16),
         "in eval mode": partial(in_float64, model, inputs, training=False),
     }
     for way, run in ways.items():
@@ -243,7 +249,7 @@ def run_all(
                 if key:
                     known[key] = row
                 yield row
-        time.sleep(0.02)
+        connection.wait([job.pipe for job in running], timeout=1.0)
 
 
 def read_table(path: Path) -> list[Row]:
@@ -258,7 +264,7 @@ def write_table(found: Sequence[Row], path: Path) -> None:
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
         table.writeheader()
-        table.writerows(map(asdict, sorted(found, key=lambda r: (places[r.host], r.model))))
+        table.writerows(map(vars, sorted(found, key=lambda r: (places[r.host], r.model))))
 
 
 def counts(found: Sequence[Row]) -> Iterator[str]:
@@ -304,6 +310,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"no model's name begins with {' or '.join(prefixes)}")
     model_zoo.import_all(arguments.hosts)
     judge(Row("nn", "", ""), *small_models("nn", "TransformerEncoder").__next__())  # imports, too
+    gc.freeze()  # what the processes of all models share
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
     if arguments.sample is not None:
         judged = judge_inductor if arguments.inductor else judge
