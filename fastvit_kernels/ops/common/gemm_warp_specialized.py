@@ -1,9 +1,10 @@
 """A GEMM with an epilogue for Hopper, in Gluon: warps with roles, so that products do not wait.
 
 In plain Triton the products of a tile wait for the epilogue of the one before. Here a program has
-groups of warps. One warp, `_load`, fetches tiles of both operands by TMA into a ring. Two groups of
-four, `_multiply`, multiply 64 rows each of a tile of 128 x 256 and leave the sums, in the operands'
-dtype, in shared memory. A last group of four, `_finish`, makes of them what is written.
+groups of warps. One warp, `load_operands`, fetches tiles of both operands by TMA into a ring. Two
+groups of four, `multiply_operands`, multiply 64 rows each of a tile of 128 x 256 and leave the
+sums, in the operands' dtype, in shared memory. A last group of four, `_finish`, makes of them what
+is written.
 
     full[slot]      the ring's slot has landed            the loader expects its bytes
     empty[slot]     its products are done                 both groups arrive
@@ -69,16 +70,18 @@ class Barriers(NamedTuple):
     empty: Any
     staged: Any
     free: Any
-    landed: Any
-    read: Any
+    landed: Any = None
+    read: Any = None
 
 
 @gluon.jit
-def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr):
-    """Fetch the operands of each tile in turn, as slots of the ring are free."""
+def load_operands(x, weights, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.constexpr):
+    """Fetch the operands of each tile in turn, as slots of the ring are free. Of each of the
+    weights a box: those of several lie one below the other, and are multiplied as one."""
     M, N, K = sizes
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    BLOCK_N: gl.constexpr = weight.block_type.shape[0 if B_K_LAST else 1]
+    BOX: gl.constexpr = weights[0].block_type
+    BLOCK_N: gl.constexpr = BOX.shape[0 if B_K_LAST else 1]
     step = 0
     num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -87,13 +90,15 @@ def _load(x, weight, tiles, barriers, sizes, B_K_LAST: gl.constexpr, STAGES: gl.
             slot = step % STAGES
             mbarrier.wait(barriers.empty.index(slot), parity(step // STAGES + 1))
             ready = barriers.full.index(slot)
-            mbarrier.expect(ready, 2 * x.block_type.nbytes + weight.block_type.nbytes)
+            mbarrier.expect(ready, 2 * x.block_type.nbytes + len(weights) * BOX.nbytes)
             for group in gl.static_range(2):
                 at = [(2 * pid_m + group) * ROWS, k * BLOCK_K]
                 fetch(x, at, ready, tiles.x.index(2 * slot + group))
             row, column = pid_n * BLOCK_N, k * BLOCK_K
             at = [row, column] if B_K_LAST else [column, row]
-            fetch(weight, at, ready, tiles.weight.index(slot))
+            for i in gl.static_range(len(weights)):
+                box = tiles.weight.index(slot).slice(i * BOX.shape[0], BOX.shape[0])
+                fetch(weights[i], at, ready, box)
             step += 1
 
 
@@ -132,8 +137,8 @@ def _stage(
 
 
 @gluon.jit
-def _multiply(
-    bias_ptr,
+def multiply_operands(
+    biases,
     tiles,
     barriers,
     sizes,
@@ -141,20 +146,23 @@ def _multiply(
     STAGES: gl.constexpr,
     GROUP_OF: gl.constexpr,
     FENCED: gl.constexpr,
+    PAIRED: gl.constexpr = False,
 ):
-    """The products of the group's rows of each tile."""
+    """The products of the group's rows of each tile. biases: of the left and the right half of its
+    columns, which where PAIRED are the same columns of two weights."""
     sums, empty = tiles.sums, barriers.empty
     M, N, K = sizes
     BLOCK_K: gl.constexpr = tiles.x.shape[2]
     PARTS: gl.constexpr = sums.shape[0] // 2
-    BLOCK_N: gl.constexpr = PARTS * COLUMNS
+    HALF: gl.constexpr = PARTS // 2
+    BLOCK_N: gl.constexpr = (HALF if PAIRED else PARTS) * COLUMNS
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     step = 0
     phase = 0
     num_tiles = gl.cdiv(M, 2 * ROWS) * gl.cdiv(N, BLOCK_N)
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         pid_n = grouped_tile(tile, M, N, 2 * ROWS, BLOCK_N, GROUP)[1]
-        acc = gl.zeros((ROWS, BLOCK_N), gl.float32, layout)
+        acc = gl.zeros((ROWS, PARTS * COLUMNS), gl.float32, layout)
         for k in range(gl.cdiv(K, BLOCK_K)):
             slot = step % STAGES
             mbarrier.wait(barriers.full.index(slot), parity(step // STAGES))
@@ -167,8 +175,11 @@ def _multiply(
             step += 1
         acc = multiply_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        column = pid_n * BLOCK_N
-        _stage(acc, bias_ptr, column, N, sums, barriers, phase, GROUP_OF * PARTS, PARTS, FENCED)
+        halves = column_halves(acc, ROWS, PARTS * COLUMNS)
+        for i in gl.static_range(2):
+            at = pid_n * BLOCK_N + (0 if PAIRED else i * HALF * COLUMNS)
+            first = GROUP_OF * PARTS + i * HALF
+            _stage(halves[i], biases[i], at, N, sums, barriers, phase, first, HALF, FENCED)
         phase ^= 1
 
 
@@ -273,7 +284,7 @@ def _finish_by_pointers(
 
 
 @gluon.jit
-def _send(x, out, at, buffer):
+def send(x, out, at, buffer):
     """A part to memory by TMA, through the buffer, which is not free before TMA has read it."""
     buffer.store(x.to(buffer.dtype))
     fence()
@@ -310,12 +321,12 @@ def _finish_by_tma(written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HI
                 z_phase ^= half
                 act, derivative = activate_and_derivative(z, ACTIVATION, dtype)
                 if other is not None:
-                    _send(act, other, at, beside)
+                    send(act, other, at, beside)
                 mbarrier.wait(barriers.staged.index(part), phase)
                 y = staged.load(layout).to(gl.float32) * derivative
                 if partial_ptr is not None:
                     dsums = _sum_half(dsums, y, half, partial_ptr, pid_m, column, N)
-                _send(y, out, at, staged)
+                send(y, out, at, staged)
                 store_wait(1)  # all but this step's dz
                 mbarrier.arrive(barriers.read.index(half), count=1)
                 begun = (step > 0) | (tile >= gl.num_programs(0))
@@ -326,7 +337,7 @@ def _finish_by_tma(written, tiles, barriers, sizes, ACTIVATION: gl.constexpr, HI
                 if other is not None:
                     put(other, at, staged)
                 y = activate(staged.load(layout).to(gl.float32), ACTIVATION, dtype)
-                _send(y, out, at, beside)
+                send(y, out, at, beside)
                 store_wait(1)  # all but this step's y
                 mbarrier.arrive(barriers.free.index(part), count=1)
         phase ^= 1
@@ -350,10 +361,10 @@ def _finish(
 
 
 @gluon.jit
-def _buffers(tensor_map, COUNT: gl.constexpr):
-    """Shared memory for so many blocks of what a map passes."""
+def buffers(tensor_map, COUNT: gl.constexpr, BELOW: gl.constexpr = 1):
+    """Shared memory for so many blocks of what a map passes, each BELOW of them high."""
     block: gl.constexpr = tensor_map.block_type.shape
-    shape: gl.constexpr = [COUNT, block[0], block[1]]
+    shape: gl.constexpr = [COUNT, BELOW * block[0], block[1]]
     return gl.allocate_shared_memory(tensor_map.dtype, shape, tensor_map.layout)
 
 
@@ -385,20 +396,20 @@ def _gemm_warp_specialized_kernel(
     full, empty = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     beside = sums  # nothing is read there
     if HIDDEN:
-        beside = _buffers(z, 2)
+        beside = buffers(z, 2)
     elif BY_TMA:
-        beside = _buffers(out, 2)
+        beside = buffers(out, 2)
     FENCED: gl.constexpr = BY_TMA and not HIDDEN
-    written = out, other, partial_ptr
-    tiles = Tiles(_buffers(x, 2 * STAGES), _buffers(weight, STAGES), sums, beside)
+    written, biases = (out, other, partial_ptr), (bias_ptr, bias_ptr)
+    tiles = Tiles(buffers(x, 2 * STAGES), buffers(weight, STAGES), sums, beside)
     barriers = Barriers(full, empty, staged, free, make_barriers(2, 1), make_barriers(2, 1))
     fence()  # TMA counts bytes at them
     gl.warp_specialize(
         [
-            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 0, FENCED)),
-            (_multiply, (bias_ptr, tiles, barriers, sizes, B_K_LAST, STAGES, 1, FENCED)),
+            (multiply_operands, (biases, tiles, barriers, sizes, B_K_LAST, STAGES, 0, FENCED)),
+            (multiply_operands, (biases, tiles, barriers, sizes, B_K_LAST, STAGES, 1, FENCED)),
             (_finish, (written, tiles, barriers, sizes, ACTIVATION, HIDDEN, BY_TMA)),
-            (_load, (x, weight, tiles, barriers, sizes, B_K_LAST, STAGES)),
+            (load_operands, (x, (weight,), tiles, barriers, sizes, B_K_LAST, STAGES)),
             (_load_z, (z, tiles, barriers, sizes, HIDDEN)),
         ],
         [4, 4, 1, 1],
@@ -444,13 +455,13 @@ def launch_warp_specialized(
     rows, block = ((N, K), (block_n, block_k)) if k_last else ((K, N), (block_k, block_n))
     given = out, other
     if by_tma:
-        given = (None if x is None else _parts(x, M, N) for x in given)
+        given = (None if x is None else parts(x, M, N, N) for x in given)
     launch(
         *given,
         partial,
         tensor_map(a, (M, K), (a.stride(0), 1), (ROWS.value, block_k)),
         tensor_map(b, rows, (max(b.stride()), 1), block),
-        None if z is None else _parts(z, M, N),
+        None if z is None else parts(z, M, N, N),
         bias,
         M,
         N,
@@ -458,9 +469,22 @@ def launch_warp_specialized(
     )
 
 
-def _parts(x: Tensor, M: int, N: int) -> Any:
-    """Of x (M, N): what is finished at once."""
-    return tensor_map(x, (M, N), (N, 1), (ROWS.value, COLUMNS.value))
+def parts(x: Tensor, M: int, N: int, stride: int) -> Any:
+    """Of x (M, N), whose rows are so far apart: what is finished at once."""
+    return tensor_map(x, (M, N), (stride, 1), (ROWS.value, COLUMNS.value))
 
 
-__all__ = ["FINISHERS", "launch_warp_specialized"]
+__all__ = [
+    "COLUMNS",
+    "FINISHERS",
+    "GROUP",
+    "ROWS",
+    "Barriers",
+    "Tiles",
+    "buffers",
+    "launch_warp_specialized",
+    "load_operands",
+    "multiply_operands",
+    "parts",
+    "send",
+]
