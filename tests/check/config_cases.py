@@ -151,10 +151,12 @@ def _gated_mlp(large: bool) -> list[Example]:
     sizes = [((2, 5), 8, 72), ((1, 5), 8, 600)]
     if large:
         sizes = [((8, 197), C, hidden) for C, hidden in ((96, 72), (192, 512), (768, 2048))]
-    return [
+    normed = [
         sized(gated_sizes(rows, C, hidden, C, separate=True, norm=True))
         for rows, C, hidden in sizes
     ]
+    rows, C, hidden = sizes[-1 if large else 0]
+    return [*normed, sized(gated_sizes(rows, C, hidden, C), "packed")]
 
 
 def _patch_embed(large: bool) -> list[Example]:

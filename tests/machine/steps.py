@@ -14,7 +14,13 @@ from fastvit_kernels.models.gated_mlp import GluMlp, SwiGLU
 from fastvit_kernels.models.modules import Mlp
 from fastvit_kernels.models.presets import create_vit
 from fastvit_kernels.ops.attention.rotary import rope_attention
-from fastvit_kernels.ops.common.gemm_configs import FWD_TABLE, HIDDEN_TABLE, LIBRARY, gemm_key
+from fastvit_kernels.ops.common.gemm_configs import (
+    FWD_TABLE,
+    GATED_TABLE,
+    HIDDEN_TABLE,
+    LIBRARY,
+    gemm_key,
+)
 from fastvit_kernels.ops.common.samples import keep_samples
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
 from fastvit_kernels.ops.gated_mlp.kernels import (
@@ -138,7 +144,7 @@ def _rope_attention() -> None:
 
 def _gated_mlp() -> None:
     """Gated MLPs, forward and backward: widths with a divisor of 8, 4 and 2 elements (EVA02-L), and
-    the inner LayerNorm in each config that fits."""
+    the hidden layer and the inner LayerNorm in each config that fits."""
     here = gpu(torch.device("cpu"))  # the target
 
     def run(C: int, F: int, dtype: torch.dtype, activation: str, norm: bool, packed: bool) -> None:
@@ -165,6 +171,10 @@ def _gated_mlp() -> None:
     for C, F in ((768, 2048), (1024, 2730)):
         run(C, F, torch.bfloat16, "silu", norm=True, packed=False)
     run(1280, 3420, torch.bfloat16, "silu", norm=False, packed=False)
+    for config in GATED_TABLE.configs:
+        for activation, packed in (("silu", True), ("gelu_tanh", False)):
+            with forced(GATED_TABLE.name, config):
+                run(768, 2048, torch.bfloat16, activation, norm=False, packed=packed)
     for config in GATED_NORM_BWD.configs:  # at the widest that it fits
         widths = [F for F in (4096, 2048, 1024, 384) if GATED_NORM_BWD.fits(here, config, _up(F))]
         if widths:

@@ -11,6 +11,7 @@ from fastvit_kernels.ops import linear as linear_launch
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FWD_TABLE,
+    GATED_TABLE,
     HIDDEN_TABLE,
     LIBRARY,
     PERSISTENT,
@@ -27,7 +28,7 @@ from fastvit_kernels.runtime.triton import has_gluon, triton
 from tests.machine.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-TABLES = (FWD_TABLE, HIDDEN_TABLE)
+TABLES = (FWD_TABLE, HIDDEN_TABLE, GATED_TABLE)
 TRITON = {table.name: [c for c in table.configs if c.route == "triton"] for table in TABLES}
 GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
 

@@ -294,7 +294,12 @@ def unsafe_register_dots(ttgir: str) -> list[str]:
     return unsafe
 
 
-STORED_BY_TMA = {"attention_fwd_pingpong", "attention_bwd_pingpong", "gemm_warp_specialized"}
+STORED_BY_TMA = {
+    "attention_fwd_pingpong",
+    "attention_bwd_pingpong",
+    "gated_warp_specialized",
+    "gemm_warp_specialized",
+}
 # P V and dP K take P and dS from registers; patch_embed casts fp32 pixels there. A kernel that is
 # not in here and has such a dot is a decision to be taken.
 REGISTER_OPERANDS = {

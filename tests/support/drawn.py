@@ -86,6 +86,10 @@ IN_GLUON = {
         f"{_PTX}[five products, separate]",
     ),
     "ops/common/gemm_warp_specialized.py": _GEMM,
+    "ops/gated_mlp/warp_specialized.py": (
+        f"{_PTX}[gated MLP, the gate last]",
+        f"{_PTX}[gated MLP of separate weights]",
+    ),
     "ops/common/barriers.py": (*_FORWARD, *_BACKWARD, *_GEMM),
     "runtime/gluon.py": (*_FORWARD[:1], *_GEMM[:1]),
 }

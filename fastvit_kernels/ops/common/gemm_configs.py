@@ -188,11 +188,20 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
 
 FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR), _default, _fits)
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
+# Not yet measured: by default the library multiplies, and a pass follows.
+GATED_TABLE = ConfigTable("gated_mlp_hidden", (LIBRARY, TMA_STORES), _library, _fits)
+
+
+@launch_plan
+def gated_config(gpu: Gpu, M: int, F: int, K: int, dtype: torch.dtype) -> GemmConfig:
+    """What `GATED_TABLE` chooses for gate and value, (M, K) times (K, F) each."""
+    return GATED_TABLE.choose(gpu, *gemm_key(M, F, K, dtype))
 
 
 @contextmanager
 def forced_route(route: str) -> Iterator[None]:
     """Inside, every product with an epilogue takes this route, whatever is tuned."""
     tile, hidden = (triton_tile, hidden_tile) if route == "triton" else (_library, _library)
-    with forced(FWD_TABLE.name, tile), forced(HIDDEN_TABLE.name, hidden):
+    gated = forced(GATED_TABLE.name, _library)  # which has no plain Triton
+    with forced(FWD_TABLE.name, tile), forced(HIDDEN_TABLE.name, hidden), gated:
         yield

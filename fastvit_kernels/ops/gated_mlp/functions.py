@@ -16,7 +16,8 @@ Saved: x, gate, value, the weights, with a LayerNorm its mean and rstd. h (or n)
 that reads gate and value for their gradients writes it again. With recompute=False it is saved too.
 Precision: fp32 accumulators, gate, product and LayerNorm; gate, value and h (or n) are rounded to
 the compute dtype. No atomics.
-Products are the library's, but fc2 takes linear's routes.
+Products are the library's, but fc2 takes linear's routes, and without a LayerNorm one kernel
+may make gate, value and h (warp_specialized.py).
 Source: arXiv:2002.05202; the LayerNorm: arXiv:2303.11331. Derivation: docs/gated_mlp.md.
 """
 
@@ -41,12 +42,14 @@ from ...runtime.arguments import (
     empty_gradients,
     needs_gradient,
 )
+from ...runtime.backend import gpu
 from ...runtime.dispatch import cached_dispatch, choose_route, first_order
 from ...runtime.operator import Route, differentiable, operator
 from ..common import epilogue, gemm, grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.deferred import deferred
 from ..common.epilogue import ScaledLinear
+from ..common.gemm_configs import gated_config
 from ..common.grad_handoff import layer_gradients
 from ..common.reduction import column_sum, zeroed
 from ..linear import Output, decide_output, linear_ref, linear_to_output
@@ -111,6 +114,44 @@ def _flops_hidden(x, fc1_weight, gate_weight):
     return 2 * math.prod(x) * rows
 
 
+def _halves(packed: Any, gate_last: bool, axis: int = 0) -> tuple[Any, Any]:
+    """Of the gate, of the value."""
+    first, second = (None, None) if packed is None else packed.chunk(2, axis)
+    return (second, first) if gate_last else (first, second)
+
+
+def _hidden_in_one(
+    rows: Tensor,
+    shape: torch.Size,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    gate_weight: Tensor | None,
+    gate_bias: Tensor | None,
+    activation: str,
+    gate_last: bool,
+) -> tuple[Any, ...] | None:
+    """What `gated_hidden_fwd` returns without a norm, by one kernel in Gluon; None: not by it."""
+    (M, K), packed = rows.shape, gate_weight is None
+    F = fc1_weight.shape[0] // 2 if packed else fc1_weight.shape[0]
+    config = gated_config(gpu(rows.device), M, F, K, rows.dtype)
+    if config.route == "library" or F % 8:  # rows of hidden, and the halves of z, by TMA
+        return None
+    weights: Any = gate_weight, fc1_weight
+    biases = gate_bias, fc1_bias
+    if packed:
+        weights, biases = _halves(fc1_weight, gate_last), _halves(fc1_bias, gate_last)
+    plans: list[Any] = [gemm.tile_plan(config, rows, weight, transposed=True) for weight in weights]
+    if not all(plan and plan.config == config and plan.tile.B_K_LAST for plan in plans):
+        return None
+    from .warp_specialized import launch_gated
+
+    hidden, z = rows.new_empty((*shape[:-1], F)), rows.new_empty((M, fc1_weight.shape[0]))
+    value: Any = None if packed else torch.empty_like(z)
+    halves = _halves(z, gate_last, 1) if packed else (z, value)
+    launch_gated(plans[0], hidden, *halves, rows, weights, biases, activation)
+    return hidden, z, value, None
+
+
 @operator(fake=_empty_hidden, flops=_flops_hidden)
 def gated_hidden_fwd(
     x: Tensor,
@@ -134,6 +175,10 @@ def gated_hidden_fwd(
     shape = x.shape
     rows = x.reshape(-1, shape[-1])
     value: Any = None
+    fc1 = fc1_weight, fc1_bias, gate_weight, gate_bias, activation, gate_last
+    made = None if norm_weight is not None else _hidden_in_one(rows, shape, *fc1)
+    if made is not None:
+        return made
     z = gemm.product_with_bias(rows, fc1_weight, fc1_bias)
     if gate_weight is not None:
         z, value = gemm.product_with_bias(rows, gate_weight, gate_bias), z

@@ -24,6 +24,7 @@ from fastvit_kernels.ops.attention.configs import own_bwd, own_fwd
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_STORES
+from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
@@ -126,6 +127,24 @@ def _gemm(mlp: bool, activation: str = "gelu", config: Any = SPECIALIZED, **opti
     return case
 
 
+def _gated(packed: bool = True, **options: Any) -> Case:
+    """Six tiles of 128 x 128 twice, the last of each axis in part, K in four, on two SMs."""
+    B, T, C, F = 4, 65, 104, 200
+    options |= {} if packed else dict(fc1_bias=None)
+
+    def case(rand: Draw) -> tuple[Call, Run]:
+        rows = 2 * F if packed else F
+        inputs = dict(x=rand(B, T, C), fc1_weight=rand(rows, C, scale=C**-0.5), fc1_bias=rand(rows))
+        inputs |= dict(fc2_weight=rand(C, F, scale=F**-0.5), fc2_bias=rand(C))
+        if not packed:
+            inputs |= dict(gate_weight=rand(F, C, scale=C**-0.5))
+            del inputs["fc1_bias"]
+        call = Call(partial(fk.gated_mlp, **options), partial(gated_mlp_ref, **options), inputs)
+        return call, Run({"gated_warp_specialized": 1}, dict(gated_mlp_hidden=TMA_STORES))
+
+    return case
+
+
 # By name, with dtype and order of the groups.
 CASES: dict[str, tuple[Case, str, int]] = {
     "forward, T=257, D=64": (_forward(257, 64), "float16", 1),
@@ -152,6 +171,9 @@ CASES: dict[str, tuple[Case, str, int]] = {
         "float16",
         2,
     ),
+    "gated MLP": (_gated(), "bfloat16", 0),
+    "gated MLP, the gate last": (_gated(activation="gelu", gate_last=True), "float16", 1),
+    "gated MLP of separate weights": (_gated(packed=False), "bfloat16", 2),
 }
 
 

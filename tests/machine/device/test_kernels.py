@@ -67,6 +67,58 @@ def test_gluon_kernels(name):
     assert f"right: {name}" in python("-m", "tests.machine.device.gluon", name)
 
 
+GATED = """
+import json, torch
+from contextlib import ExitStack
+from fastvit_kernels import gated_mlp
+from fastvit_kernels.ops.common.gemm_configs import TMA_STORES, forced_route
+from fastvit_kernels.runtime.configs import forced
+from tests.machine.aot import TARGETS
+from tests.machine.launches import tracing
+
+def launches(F=200, C=104, dtype=torch.bfloat16, change=None, arch="sm_90", outer=()):
+    shapes = dict(x=(4, 65, C), fc1_weight=(2 * F, C), fc1_bias=(2 * F,), fc2_weight=(C, F))
+    with ExitStack() as stack:
+        trace = stack.enter_context(tracing(TARGETS[arch]))
+        for context in (forced("gated_mlp_hidden", TMA_STORES), *outer):
+            stack.enter_context(context)
+        given = {n: torch.empty(s, dtype=dtype) for n, s in shapes.items()} | {"fc2_bias": None}
+        gated_mlp(**given | (change(**given) if change else {}))
+    return [launch.kernel.kernel for launch in trace.launches]
+
+def separate(fc1_weight, **_):
+    gate, value = fc1_weight.clone().chunk(2)
+    return dict(fc1_weight=value, gate_weight=gate, fc1_bias=None)
+
+print(json.dumps({
+    "packed": launches(),
+    "without biases": launches(change=lambda **_: dict(fc1_bias=None)),
+    "separate": launches(change=separate),
+    "rows of gate and value off 16 bytes": launches(F=204),
+    "rows of x off 16 bytes": launches(C=100),
+    "a transposed weight": launches(
+        change=lambda fc1_weight, **_: dict(fc1_weight=fc1_weight.t().contiguous().t())
+    ),
+    "normed": launches(change=lambda **_: dict(norm_weight=torch.empty(200))),
+    "in fp32": launches(dtype=torch.float32),
+    "an A100": launches(arch="sm_80"),
+    "the library asked for": launches(outer=[forced_route("library")]),
+    "by default": launches(outer=[forced("gated_mlp_hidden", None)]),
+}))
+"""
+
+
+def test_gated_mlp_by_roles_where_it_can():
+    """A config that `tune` tries; elsewhere the library's product and a pass over it."""
+    found = json.loads(python("-c", GATED))
+    by_roles = {"packed", "without biases", "separate"}
+    assert {
+        what for what, kernels in found.items() if "gated_warp_specialized" in kernels
+    } == by_roles
+    a_pass = {what for what, kernels in found.items() if {"gate_fwd", "gate_norm_fwd"} & {*kernels}}
+    assert a_pass == found.keys() - by_roles
+
+
 PROGRAMS = """
 import sys, torch, fastvit_kernels as fk
 from torch.nn.functional import scaled_dot_product_attention
