@@ -64,12 +64,13 @@ def rows(recorded: Recorded) -> Iterator[Row]:
 
 
 def of_call(target: str, call: Callable[[], Any], config: Any = None) -> Iterator[Row]:
-    """Of each launch of a call, on two SMs, with this config of a GEMM."""
+    """Of each launch of a call, on two SMs, with this config of its GEMM."""
     gpu = Gpu(target, 2, TARGETS[target].shared_limit)
     with (
         ptx_machine(target, recorded=[]) as machine,
         on_absent_gpu(gpu),
         forced("linear_fwd", config),
+        forced("gated_mlp_hidden", config),
     ):
         call()
     for recorded in machine.recorded or []:
@@ -79,6 +80,8 @@ def of_call(target: str, call: Callable[[], Any], config: Any = None) -> Iterato
 def main(target: str, *names: str) -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(size).bfloat16() for size in ((2, 37, 136), (136, 136), 136))
+    packed = (torch.randn(size).bfloat16() for size in ((2, 130, 136), (272, 136), 272, (136, 136)))
+    gated = partial(fk.gated_mlp, *packed, None)  # six tiles
     qkv = torch.randn(1, 70, 3, 1, 32).bfloat16()
     product = partial(fk.linear, x, weight, bias, activation="gelu")
     saving = partial(fk.linear, x, weight.clone().requires_grad_(), bias, activation="gelu")
@@ -87,6 +90,7 @@ def main(target: str, *names: str) -> None:
         "attention": (partial(fk.attention, qkv), None),
         "roles": (product, SPECIALIZED),  # minutes
         "stores": (saving, TMA_STORES),
+        "gated": (gated, TMA_STORES),
     }
     for name in names:
         for row in of_call(target, *calls[name]):
