@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -77,9 +78,9 @@ def learnt_bias() -> None:
             backward(attention(qkv, attn_mask=mask, dropout_p=dropout_p))
 
 
+@patch.dict(os.environ, FASTVIT_KERNELS_FUSED_DQ="1")
 def attention_configs() -> None:
     """Attention with each launch config that ships and fits at D = 64, and on each route."""
-    os.environ["FASTVIT_KERNELS_FUSED_DQ"] = "1"  # this process only compiles
     here = gpu(torch.device("cpu"))  # the target
     for T, H in ((50, 12), (197, 12), (577, 12)):
         qkv = torch.empty(512, T, 3, H, 64, dtype=HALF, requires_grad=True)
