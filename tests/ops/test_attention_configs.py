@@ -16,6 +16,7 @@ from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
     DQ_TABLE,
+    FUSED_DQ,
     FWD_TABLE,
     ONE_PASS_TABLE,
     PINGPONG_BWD,
@@ -193,3 +194,17 @@ def test_pingpong_unsupported_falls_back(monkeypatch):
         fields = bf16, (64, 577, 12, 64), T_kv, strides, *layouts[5:]
         call = bwd_call(H100, False, 2304, 2304, *fields)
         assert (call.fused_dq is not None) == (has_gluon() and T_kv == 577)
+
+
+@pytest.mark.parametrize(
+    ("D", "T", "is_default"),
+    [(128, 258, True), (96, 577, True), (80, 577, False), (136, 577, None)],
+)
+def test_five_products_of_wide_heads(monkeypatch, D, T, is_default):
+    """None: nor may it be chosen."""
+    key = _problem(64, T, 12, D, bf16, H100).key()
+    assert (FUSED_DQ in BWD_TABLE.candidates(H100, *key)) == (
+        has_gluon() and is_default is not None
+    )
+    monkeypatch.setenv("FASTVIT_KERNELS_FUSED_DQ", "1")
+    assert (BWD_TABLE.default(H100, *key) == FUSED_DQ) == (has_gluon() and bool(is_default))

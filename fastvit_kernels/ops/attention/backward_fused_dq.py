@@ -15,14 +15,17 @@ program walks a head's blocks of 128 keys one after the other, and each block wi
     s^T = k q^T    dp^T = v dout^T    dv += p^T dout    dk += ds^T q    dq = ds k
 
 Two groups of four warps, `_grads`, own 64 keys each. p and ds go from registers into dv and dk; ds
-goes through shared memory too, where the group whose turn it is multiplies it by all 128 keys.
+goes through shared memory too, where the group whose turn it is multiplies it by all 128 keys. At
+D > 64 both groups do so for each tile, by half of k's columns each: beside dk and dv of 128 columns
+a whole tile of dq has no registers (`Rings.WIDE`).
+
 One warp, `_load`, fetches by TMA; two, `_deltas`, make delta = rowsum(out * dout) a head ahead. It
 goes through memory, so that tiles of it come by TMA as those of lse do.
 
     full, empty[slot]         a query tile's q, dout, lse, delta are here; both groups are done
     kv_full, kv_empty[slot]   the same of a block of keys and values
     made[i]                   both groups' ds of a pair's i-th query tile are there
-    summed[group]             what the blocks before have added to a tile of dq is back
+    summed[group]             what the blocks before have added to the group's tile of dq is back
     ready[pair], seen         delta of two query tiles is made; the loader has seen all of a head
 
 No barrier says that ds has been multiplied: before a group stores the next ds in the same place, it
@@ -83,7 +86,7 @@ class Tiles(NamedTuple):
     lse: Any
     delta: Any
     ds: Any  # (64 keys, 64 queries), by turn and group
-    dq: Any  # fp32, one a group; dk and dv leave through it too
+    dq: Any  # fp32, one a group, two at WIDE; dk and dv leave through it too
 
 
 class Barriers(NamedTuple):
@@ -108,15 +111,24 @@ class Grads(NamedTuple):
 
 class RowPtrs(NamedTuple):
     delta_ptr: Any
-    partial_ptr: Any  # None: no bias sums
+    partial_ptr: Any  # None: no bias sums, as at D > 64
 
 
 class Rings(NamedTuple):
-    """Slots of the ring of queries and of that of keys; whether k and v fit in registers."""
+    """Slots of the ring of queries and of that of keys; the form for D > 64."""
 
     QUERIES: Any
     KEYS: Any
-    RESIDENT: Any
+    WIDE: Any  # k, v stay in shared memory; a group makes half the columns of each tile of dq
+
+
+class Own(NamedTuple):
+    """What a group makes of dq: of a query tile all columns, or half of them (`Rings.WIDE`)."""
+
+    tile: Any
+    column: Any
+    is_first: Any  # of a block of keys
+    buffer: Any
 
 
 class Item(NamedTuple):
@@ -133,6 +145,7 @@ class Item(NamedTuple):
 class Work(NamedTuple):
     """Sizes. Given, not computed: what all roles would compute alike would be kept, and spill."""
 
+    programs: Any
     num_whole: Any  # heads that are dealt whole
     blocks_in_parts: Any  # key blocks of the others
     blocks: Any  # of 128 keys a head, pairs of query tiles
@@ -145,20 +158,20 @@ class Work(NamedTuple):
 @gluon.jit
 def _share(work):
     """Of the key blocks of heads dealt in parts those of this program: first, end."""
-    first = gl.program_id(0) * work.blocks_in_parts // gl.num_programs(0)
-    return first, (gl.program_id(0) + 1) * work.blocks_in_parts // gl.num_programs(0)
+    first = gl.program_id(0) * work.blocks_in_parts // work.programs
+    return first, (gl.program_id(0) + 1) * work.blocks_in_parts // work.programs
 
 
 @gluon.jit
 def _own_whole(work):
-    return gl.cdiv(work.num_whole - gl.program_id(0), gl.num_programs(0))
+    return gl.cdiv(work.num_whole - gl.program_id(0), work.programs)
 
 
 @gluon.jit
 def _num_items(work):
     """Heads of this program: whole ones, then parts."""
     first, end = _share(work)
-    parts = gl.where(first < end, gl.cdiv(end, work.blocks) - first // work.blocks, 0)
+    parts = gl.where(first < end, (end - 1) // work.blocks + 1 - first // work.blocks, 0)
     return _own_whole(work) + parts
 
 
@@ -169,7 +182,7 @@ def _item(n, work):
     first, end = _share(work)
     part = n - _own_whole(work)
     if part < 0:
-        head = gl.program_id(0) + n * gl.num_programs(0)
+        head = gl.program_id(0) + n * work.programs
         space = gl.program_id(0) + first // blocks
         first = first * 0
         end = blocks
@@ -248,10 +261,12 @@ def _deltas(rows, do, out_ptr, barriers, work, D: gl.constexpr, BLOCK_D: gl.cons
             none = start >> 30  # as in `_key_block`
             at = start.to(gl.int64)  # pyright: ignore[reportAttributeAccessIssue]
             offs = none + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            offs_d = none + gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+            offs_d = none * 8 + gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
             inside = (offs < work.T - start)[:, None] & (offs_d < D)
             x_ptrs = do_ptr + at * stride.t + (offs[:, None] * stride.t + offs_d)
             y_ptrs = out_row + at * work.C + (offs[:, None] * work.C + offs_d)
+            x_ptrs = gl.multiple_of(gl.max_contiguous(x_ptrs, [1, 8]), [1, 16])
+            y_ptrs = gl.multiple_of(gl.max_contiguous(y_ptrs, [1, 8]), [1, 16])
             x = gl.load(x_ptrs, mask=inside, other=0.0).to(gl.float32)
             y = gl.load(y_ptrs, mask=inside, other=0.0)
             delta = gl.sum(x * y.to(gl.float32), axis=1)
@@ -293,42 +308,65 @@ def _pass_on(x, out, at, buffer):
 
 
 @gluon.jit
-def _dq_product(tiles, ds, pair, D: gl.constexpr):
-    """dq of a query tile, of all keys of a block, pending. ds, pair: where both tiles begin."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq = gl.zeros((TILE, D), gl.float32, layout)
+def _dq_product(tiles, ds, pair, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
+    """Columns of dq of a query tile, of all keys of a block, pending.
+
+    ds, pair: where both tiles of ds and of k begin.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros((TILE, COLUMNS), gl.float32, layout)
     for half in gl.static_range(2):
         by_query = tiles.ds.index(ds + half).permute((1, 0))
-        k = _matrix(tiles.k.index(pair + half))
+        k = _matrix(tiles.k.index(pair + half)).slice(COLUMN, COLUMNS, dim=1)
         dq = multiply(by_query, k, dq, use_acc=half > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def _halves(buffer, out):
-    """A tile of fp32 as two tiles of what `out` has."""
-    shape: gl.constexpr = out.block_type.shape
-    return buffer._reinterpret(out.dtype, [2, 1, TILE, 1, shape[3]], out.layout)
+def _own(
+    tiles,
+    pair,
+    i: gl.constexpr,
+    none,
+    COLUMNS: gl.constexpr,
+    WIDE: gl.constexpr,
+    G: gl.constexpr,
+):
+    """What the group makes of the i-th query tile of a pair."""
+    if WIDE:
+        buffer = tiles.dq.index(2 * G + i + none)
+        own = Own(2 * pair + i, G * COLUMNS, (pair == 0) & (i == 0), buffer)
+    else:
+        own = Own(2 * pair + i, 0, pair == 0, tiles.dq.index(G))
+    return own
 
 
 @gluon.jit
-def _wait_for_buffer(pair):
-    """Until the group's tile of fp32 is free, and before a block's first query tile until the block
-    before has written all that it adds to dq."""
-    if pair == 0:
+def _as_tiles(buffer, out):
+    """A tile of fp32 as tiles of what `out` has."""
+    shape: gl.constexpr = out.block_type.shape
+    COUNT: gl.constexpr = 2 * buffer.shape[3] // shape[3]
+    return buffer._reinterpret(out.dtype, [COUNT, 1, TILE, 1, shape[3]], out.layout)
+
+
+@gluon.jit
+def _wait_for_buffer(own, WIDE: gl.constexpr):
+    """Until the tile of fp32 is free, one of two at WIDE, and before a block's first query tile
+    until the block before has written all that it adds to dq."""
+    if own.is_first:
         _wait_written()
     else:
-        store_wait(0)
+        store_wait(1 if WIDE else 0)
 
 
 @gluon.jit
-def _ask_for_sum(grads, tiles, barriers, item, pair, G: gl.constexpr):
+def _ask_for_sum(grads, barriers, item, own, G: gl.constexpr, WIDE: gl.constexpr):
     """Fetch what the key blocks before the last have added to a query tile's dq."""
     if item.is_whole:
-        _wait_for_buffer(pair)
+        _wait_for_buffer(own, WIDE)
         ready = barriers.summed.index(G)
         mbarrier.expect(ready, grads.space.block_type.nbytes)
-        fetch(grads.space, [item.space, (2 * pair + G) * TILE, 0, 0], ready, tiles.dq.index(G))
+        fetch(grads.space, [item.space, own.tile * TILE, 0, own.column], ready, own.buffer)
 
 
 @gluon.jit
@@ -338,18 +376,18 @@ def _column_sums(x):
 
 
 @gluon.jit
-def _add_sums(dq, partial_ptr, work, item, pair, G: gl.constexpr, D: gl.constexpr):
+def _add_sums(dq, partial_ptr, work, item, own, G: gl.constexpr, D: gl.constexpr):
     """q's part of a head's bias sums, a row for each warp, tile by tile; k's is 0 or NaN."""
-    BLOCK_D: gl.constexpr = dq.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, BLOCK_D // 32], [1, 32], [4, 1], [1, 0])
-    none = pair >> 30  # as in `_key_block`
+    COLUMNS: gl.constexpr = dq.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, COLUMNS // 32], [1, 32], [4, 1], [1, 0])
+    none = own.tile >> 30  # as in `_key_block`
     warp = none + G * 4 + gl.arange(0, 4, gl.SliceLayout(1, layout))
     row = (item.head // work.H * SUM_ROWS + warp).to(gl.int64)[:, None] * 3 * work.C
-    offs_d = none + gl.arange(0, BLOCK_D, gl.SliceLayout(0, layout))[None, :]
+    offs_d = none + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     ptrs = partial_ptr + row + (item.head % work.H) * D + offs_d
     inside = (offs_d < D) & (warp >= 0)[:, None]
     sums = gl.convert_layout(_column_sums(dq), layout)
-    sums += gl.load(ptrs, mask=inside & (pair > 0), other=0.0)  # what this thread has stored
+    sums += gl.load(ptrs, mask=inside & (own.tile > 1), other=0.0)  # what this thread has stored
     gl.store(ptrs, sums, mask=inside)
     gl.store(ptrs + work.C, sums * 0.0, mask=inside)
 
@@ -359,38 +397,35 @@ def _write_dq(
     dq,
     grads,
     rows,
-    tiles,
     barriers,
     work,
     item,
-    pair,
+    own,
     uses,
     scale,
     G: gl.constexpr,
     D: gl.constexpr,
 ):
     """The sum of all key blocks, in the tensors' dtype."""
-    buffer = tiles.dq.index(G)
     mbarrier.wait(barriers.summed.index(G), parity(uses))
-    dq = (dq + _matrix(buffer).load(dq.type.layout)) * scale
+    dq = (dq + _matrix(own.buffer).load(dq.type.layout)) * scale
     if rows.partial_ptr is not None:
-        _add_sums(dq, rows.partial_ptr, work, item, pair, G, D)
-    at = [item.head // work.H, (2 * pair + G) * TILE, item.head % work.H, 0]
-    _pass_on(dq, grads.dq, at, _halves(buffer, grads.dq).index(0))
+        _add_sums(dq, rows.partial_ptr, work, item, own, G, D)
+    at = [item.head // work.H, own.tile * TILE, item.head % work.H, own.column]
+    _pass_on(dq, grads.dq, at, _as_tiles(own.buffer, grads.dq).index(0))
 
 
 @gluon.jit
-def _add_dq(dq, grads, tiles, item, pair, block, G: gl.constexpr):
+def _add_dq(dq, grads, item, own, block, WIDE: gl.constexpr):
     """The first key block of an item stores its part of dq, the others add theirs."""
-    _wait_for_buffer(pair)
-    buffer = tiles.dq.index(G)
-    _matrix(buffer).store(dq)
+    _wait_for_buffer(own, WIDE)
+    _matrix(own.buffer).store(dq)
     fence()
-    at = [item.space, (2 * pair + G) * TILE, 0, 0]
+    at = [item.space, own.tile * TILE, 0, own.column]
     if block == item.first:
-        put(grads.space, at, buffer)
+        put(grads.space, at, own.buffer)
     else:
-        add(grads.space, at, buffer)
+        add(grads.space, at, own.buffer)
 
 
 @gluon.jit
@@ -417,6 +452,7 @@ def _key_block(
         LAST: of a head, whose keys past T are zeros; with them p need only be finite.
     """
     BLOCK_D: gl.constexpr = grads.dk.block_type.shape[3]
+    COLUMNS: gl.constexpr = grads.space.block_type.shape[3]
     dtype: gl.constexpr = grads.dk.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -424,7 +460,7 @@ def _key_block(
     pairs = work.blocks
     slot_kv = passed % RINGS.KEYS
     mbarrier.wait(barriers.kv_full.index(slot_kv), parity(passed // RINGS.KEYS))
-    if RINGS.RESIDENT:
+    if not RINGS.WIDE:
         k = _matrix(tiles.k.index(2 * slot_kv + G)).load(operand)
         v = _matrix(tiles.v.index(2 * slot_kv + G)).load(operand)
     dk = gl.zeros((TILE, BLOCK_D), gl.float32, wide)
@@ -432,11 +468,13 @@ def _key_block(
     for pair in range(pairs):
         turn = passed * pairs + pair
         for i in gl.static_range(2):
-            none = turn >> 30  # 0, but the compiler cannot take what depends on it out of the loop
-            slot, phase = turn * 2 % RINGS.QUERIES + i, parity(turn * 2 // RINGS.QUERIES)
+            # 0, but the compiler cannot take what depends on it out of the loop, nor, at WIDE,
+            # keep it for the pair's other tile
+            none = (turn + RINGS.WIDE * i) >> 30
+            slot, phase = turn * 2 % RINGS.QUERIES + i + none, parity(turn * 2 // RINGS.QUERIES)
             mbarrier.wait(barriers.full.index(slot), phase)
             q, do = _matrix(tiles.q.index(slot)), _matrix(tiles.do.index(slot))
-            if not RINGS.RESIDENT:
+            if RINGS.WIDE:
                 k = _matrix(tiles.k.index(2 * slot_kv + G + none))
                 v = _matrix(tiles.v.index(2 * slot_kv + G + none))
             zeros = gl.zeros((TILE, TILE), gl.float32, layout)
@@ -447,43 +485,54 @@ def _key_block(
             if LAST:
                 x = gl.minimum(x, 0.0, propagate_nan=NAN)
             p = gl.exp2(x)
-            if LAST and i == G:
-                _ask_for_sum(grads, tiles, barriers, item, pair, G)
-            delta = tiles.delta.index(slot).load(layout)
+            own = _own(tiles, pair, i, none, COLUMNS, RINGS.WIDE, G)
+            if LAST and (RINGS.WIDE or i == G):
+                _ask_for_sum(grads, barriers, item, own, G, RINGS.WIDE)
+            if RINGS.WIDE:  # p and dp become 16 bits at once, for want of registers
+                dp = multiply_wait(0, deps=[dp])
+                ds = (p * (dp - tiles.delta.index(slot).load(layout))).to(dtype)
+            else:
+                delta = tiles.delta.index(slot).load(layout)
             p_operand = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
             dv = multiply(p_operand, do, dv, is_async=True)
-            dp = multiply_wait(1, deps=[dp])
-            ds = (p * (dp - delta)).to(dtype)
+            if not RINGS.WIDE:
+                dp = multiply_wait(1, deps=[dp])
+                ds = (p * (dp - delta)).to(dtype)
             tiles.ds.index(2 * i + G + none).store(ds)
             fence()
             mbarrier.arrive(barriers.made.index(i), count=1)
             ds_operand = gl.convert_layout(ds, operand, assert_trivial=True)
             dk = multiply(ds_operand, q, dk, is_async=True)
-            if i == G:
+            if RINGS.WIDE or i == G:
                 mbarrier.wait(barriers.made.index(i), parity(turn))
-                dq = _dq_product(tiles, 2 * i + none, 2 * slot_kv + none, BLOCK_D)
+                dq = _dq_product(
+                    tiles, 2 * i + none, 2 * slot_kv + none, RINGS.WIDE * G * COLUMNS, COLUMNS
+                )
                 dk, dv, dq, _, _ = multiply_wait(0, deps=[dk, dv, dq, p_operand, ds_operand])
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
                 if LAST:
                     if item.is_whole:
                         scale = scale_log2 / LOG2_E
-                        _write_dq(
-                            dq, grads, rows, tiles, barriers, work, item, pair, uses, scale, G, D
-                        )
+                        _write_dq(dq, grads, rows, barriers, work, item, own, uses, scale, G, D)
                         uses += 1
                     else:
-                        _add_dq(dq, grads, tiles, item, pair, block, G)
+                        _add_dq(dq, grads, item, own, block, RINGS.WIDE)
                 else:
-                    _add_dq(dq, grads, tiles, item, pair, block, G)
+                    _add_dq(dq, grads, item, own, block, RINGS.WIDE)
             else:
                 dk, dv, _, _ = multiply_wait(0, deps=[dk, dv, p_operand, ds_operand])
                 mbarrier.arrive(barriers.empty.index(slot), count=1)
     mbarrier.arrive(barriers.kv_empty.index(slot_kv), count=1)
-    out = _halves(tiles.dq.index(G), grads.dk)
     at = [item.head // work.H, (2 * block + G) * TILE, item.head % work.H, 0]
     store_wait(0)
-    _pass_on(dv, grads.dv, at, out.index(0))
-    _pass_on(dk * (scale_log2 / LOG2_E), grads.dk, at, out.index(1))
+    if RINGS.WIDE:
+        dv_out = _as_tiles(tiles.dq.index(2 * G), grads.dv).index(0)
+        dk_out = _as_tiles(tiles.dq.index(2 * G + 1), grads.dk).index(0)
+    else:
+        dv_out = _as_tiles(tiles.dq.index(G), grads.dv).index(0)
+        dk_out = _as_tiles(tiles.dq.index(G), grads.dk).index(1)
+    _pass_on(dv, grads.dv, at, dv_out)
+    _pass_on(dk * (scale_log2 / LOG2_E), grads.dk, at, dk_out)
     return passed + 1, uses
 
 
@@ -506,7 +555,7 @@ def _grads(
         head, first, end, space = _item(n, work)
         is_whole = (first == 0) & (end == work.blocks)
         item = Item(n, head, first, end, space, is_whole)
-        for block in range(first, gl.minimum(end, work.blocks - 1)):
+        for block in range(first, end - (end == work.blocks).to(gl.int32)):
             passed, uses = _key_block(
                 grads,
                 rows,
@@ -559,6 +608,7 @@ def _attention_bwd_fused_dq_kernel(
     delta_ptr,
     do_ptr,
     out_ptr,
+    programs,
     num_whole,
     blocks_in_parts,
     blocks,
@@ -566,9 +616,10 @@ def _attention_bwd_fused_dq_kernel(
     scale,
     D: gl.constexpr,
 ):
-    QUERIES: gl.constexpr = 4 if D <= 64 else 2
-    KEYS: gl.constexpr = 2 if D <= 64 else 1
-    RINGS: gl.constexpr = Rings(QUERIES, KEYS, D <= 64)
+    WIDE: gl.constexpr = D > 64
+    QUERIES: gl.constexpr = 2 if WIDE else 4
+    KEYS: gl.constexpr = 1 if WIDE else 2
+    RINGS: gl.constexpr = Rings(QUERIES, KEYS, WIDE)
     BLOCK_D: gl.constexpr = q.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], q.dtype)
     tiles = Tiles(
@@ -579,7 +630,7 @@ def _attention_bwd_fused_dq_kernel(
         gl.allocate_shared_memory(gl.float32, [QUERIES, 1, TILE], lse.layout),
         gl.allocate_shared_memory(gl.float32, [QUERIES, 1, TILE], lse.layout),
         gl.allocate_shared_memory(q.dtype, [4, TILE, TILE], scores),
-        _tiles(space, 2),
+        _tiles(space, 4 if WIDE else 2),
     )
     barriers = Barriers(
         make_barriers(QUERIES, 1),
@@ -594,7 +645,9 @@ def _attention_bwd_fused_dq_kernel(
     grads, rows = Grads(dq, dk, dv, space), RowPtrs(delta_ptr, partial_ptr)
     stride_b, stride_t, stride_h = dout.strides[0], dout.strides[1], dout.strides[2]
     do = do_ptr, HeadStrides(stride_b, stride_t.to(gl.int32), stride_h)
-    work = Work(num_whole, blocks_in_parts, blocks, q.shape[2], q.shape[1], C, lse.shape[1])
+    work = Work(
+        programs, num_whole, blocks_in_parts, blocks, q.shape[2], q.shape[1], C, lse.shape[1]
+    )
     scale_log2 = scale * LOG2_E
     fence()  # TMA counts bytes at the barriers
     gl.warp_specialize(
@@ -686,9 +739,10 @@ def plan(num_heads: int, T: int, num_sms: int) -> Plan:
     return Plan(programs, num_heads, programs)
 
 
-def _map(x: Tensor, strides: Sequence[int], shape: Sequence[int]) -> Any:
-    """Of x (B, T, H, D) in these strides: tiles of one head, as wide as a power of two."""
-    return tensor_map(x, shape, strides, (1, TILE.value, 1, _block_d(shape[3])))
+def _map(x: Tensor, strides: Sequence[int], shape: Sequence[int], most: int = 128) -> Any:
+    """Of x (B, T, H, D) in these strides: tiles of one head, as wide as a power of two, at `most`
+    so many columns."""
+    return tensor_map(x, shape, strides, (1, TILE.value, 1, min(most, _block_d(shape[3]))))
 
 
 def _block_d(D: int) -> int:
@@ -704,6 +758,7 @@ def _launches(
     launch = bind_launch(
         _attention_bwd_fused_dq_kernel,
         (dealt.programs,),
+        dealt.programs,
         dealt.num_whole,
         (num_heads - dealt.num_whole) * blocks,
         blocks,
@@ -768,11 +823,11 @@ def bwd_fused_dq(
         space = torch.empty((dealt.spaces, T, D), dtype=torch.float32, device=q.device)
         rows = num_heads, -(-T // ROW_PAD.value) * ROW_PAD.value
         lse, delta = (x.as_strided(rows, (rows[1], 1)) for x in (lse, delta))  # the padding too
-        outputs = ((dq, dq_stride), (dk, dk_stride), (dv, dk_stride))
+        outputs = ((dq, dq_stride, 64), (dk, dk_stride, 128), (dv, dk_stride, 128))
         inputs = zip((q, k, v, dout), (*strides[1:], strides[0]), strict=True)
         launch(
-            *(_map(x, (T * stride, stride, D, 1), shape) for x, stride in outputs),
-            _map(space, (T * D, D, D, 1), (dealt.spaces, T, 1, D)),
+            *(_map(x, (T * stride, stride, D, 1), shape, most) for x, stride, most in outputs),
+            _map(space, (T * D, D, D, 1), (dealt.spaces, T, 1, D), 64),
             dbias,
             *(tensor_map(x, rows, (rows[1], 1), (1, TILE.value)) for x in (lse, delta)),
             *(_map(x, each, shape) for x, each in inputs),

@@ -105,10 +105,13 @@ PINGPONG_BWD = BwdForm(one_pass=True, route="gluon")
 PINGPONG_FWD_TOKENS = {32: range(65, 273), 64: range(65, 8193), 128: range(65, 8193)}
 PINGPONG_BWD_TOKENS = {64: range(129, 257)}
 # Five products instead of the split form's seven, by the widest D: where by the same model, with an
-# H100's constants, they take less time than the others do, and than cuDNN took on that H100
-# (docs/attention.md). Not yet run on a GPU, so FASTVIT_KERNELS_FUSED_DQ=1 asks for it.
+# H100's constants, they take less time than the others do, and at D = 64 than cuDNN took on that
+# H100 (docs/attention.md). Not yet run on a GPU, so FASTVIT_KERNELS_FUSED_DQ=1 asks for it.
 FUSED_DQ = BwdForm(one_pass=False, route="gluon")
-FUSED_DQ_TOKENS = {32: range(257, 4097), 64: range(273, 4097)}
+FUSED_DQ_TOKENS = {32: range(257, 4097), 64: range(273, 4097), 128: range(257, 4097)}
+# There the split form pads D less, and the model's 3 to 15 % are no more than the groups' waits for
+# each other, which it does not see: for tune alone.
+FUSED_DQ_TUNED_D = range(65, 81)
 
 # By (bytes an element, largest padded D), first row that fits.
 FWD = {
@@ -666,7 +669,7 @@ def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
 def _default_bwd(gpu: Gpu, *key: Any) -> BwdForm:
     """The five products wherever they fit, if asked for, from T = 2048 on before the library."""
     others = _first_of(LIBRARY_BWD, PINGPONG_BWD, own_bwd, _bwd_fits)
-    asked = os.environ.get("FASTVIT_KERNELS_FUSED_DQ") == "1"
+    asked = os.environ.get("FASTVIT_KERNELS_FUSED_DQ") == "1" and key[1] not in FUSED_DQ_TUNED_D
     return FUSED_DQ if asked and _bwd_fits(gpu, FUSED_DQ, *key) else others(gpu, *key)
 
 

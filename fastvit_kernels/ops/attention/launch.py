@@ -543,7 +543,7 @@ def launch_fwd(
 def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
     """Rows of partials that `launch_bwd` can leave of the bias gradient, 0 where it cannot: one for
     each part of a sample's queries in one pass, in the Gluon kernels for each warp. In the split
-    form's dq kernel they would halve the warps."""
+    form's dq kernel they would halve the warps, in five products at D > 64 there is no memory."""
     if has_dropout:
         return 0
     given = gpu(q.device), of_qkv, bits_must_repeat(), q.dtype, q.shape, matmul_precision()
@@ -556,7 +556,7 @@ def _bias_partials(
 ) -> int:
     B, T, _, _ = shape
     problem = gpu, dtype, shape, T, "none", False, precision
-    if (of_qkv and _is_in_turns(*problem)) or _is_fused_dq(*problem):
+    if (of_qkv and _is_in_turns(*problem)) or (shape[3] <= 64 and _is_fused_dq(*problem)):
         return 8 * B
     one_pass, _ = bwd_launch(*problem, own=own)
     if one_pass is None:

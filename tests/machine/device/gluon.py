@@ -6,7 +6,6 @@ same bits twice, and as many launches of each kernel as the case says.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -20,7 +19,7 @@ from torch import Tensor
 import fastvit_kernels as fk
 from fastvit_kernels.accuracy.accuracy import Reference
 from fastvit_kernels.accuracy.runner import poisoned
-from fastvit_kernels.ops.attention.configs import own_bwd, own_fwd
+from fastvit_kernels.ops.attention.configs import FUSED_DQ, own_bwd, own_fwd
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
 from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_STORES
@@ -97,10 +96,10 @@ def _five_products(T: int, D: int, call: Callable[..., Call], num_sms: int, **op
     """Three heads on one SM go round the rings; on two a head is dealt whole to each, and the third
     in parts, which a second kernel sums."""
     launches = {"bwd_fused_dq": 1, "bwd_sum_parts": int(num_sms == 2)}
+    configs = {"attention_fwd": own_fwd, "attention_bwd": FUSED_DQ}
 
     def case(rand: Draw) -> tuple[Call, Run]:
-        os.environ["FASTVIT_KERNELS_FUSED_DQ"] = "1"
-        return call(rand, T, D, **options), Run(launches, {"attention_fwd": own_fwd}, num_sms)
+        return call(rand, T, D, **options), Run(launches, configs, num_sms)
 
     return case
 
@@ -160,6 +159,12 @@ CASES: dict[str, tuple[Case, str, int]] = {
     "five products, packed": (_five_products(290, 64, _attention, 2, B=1), "bfloat16", 0),
     "five products, separate": (_five_products(385, 56, _separate, 2), "float16", 1),
     "five products of a projection": (_five_products(290, 56, _projected, 1, B=1), "float16", 2),
+    "five products, D=128": (_five_products(258, 128, _attention, 2, B=1), "bfloat16", 1),
+    "five products of a projection, D=72": (
+        _five_products(258, 72, _projected, 1, B=1),
+        "float16",
+        2,
+    ),
     "five products, D=32": (_five_products(258, 32, _attention, 2, B=1), "float16", 2),
     "GEMM": (_gemm(mlp=False), "bfloat16", 0),
     "GEMM of an MLP": (_gemm(mlp=True), "float16", 2),
