@@ -12,12 +12,14 @@ opaque node.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.fx.traceback as traceback
 import torch.nn.attention
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental import proxy_tensor
@@ -307,7 +309,10 @@ class Propagate(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_checkpoint(target):
             return Propagate(args[0], self.mode).run(*args[1:])
-        return super().call_function(target, args, kwargs)
+        # Some operators take symbolic sizes in Python alone: upsample_bilinear2d
+        symbolic = any(isinstance(x, SymInt) for x in tree_leaves((args, kwargs)))
+        with enable_python_dispatcher() if symbolic else nullcontext():
+            return super().call_function(target, args, kwargs)
 
 
 def outputs(gm: GraphModule, key: str) -> list[Any]:

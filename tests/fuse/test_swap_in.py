@@ -418,6 +418,31 @@ def test_other_batches_are_one_more_graph():
     assert graphs(model) == 2 and status(model).recompiles == 1
 
 
+class Resized(nn.Module):
+    """An MLP behind positions of another grid, as a ViT for images of any size has them."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.pos = nn.Parameter(torch.randn(1, 8, 4, 4))
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        pos = nn.functional.interpolate(self.pos, size=x.shape[-2:], mode=self.mode)
+        return self.mlp((x + pos).flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_images_of_several_sizes(mode):
+    model, host = swapped_and_host(Resized(mode))
+    for side in (6, 8, 11):
+        x = torch.randn(2, 8, side, side + 3)
+        assert_same(model(x), host(x))
+    found = status(model)
+    assert len(found.graphs) > 1 and all(report.rules["mlp"] for report in found.graphs)
+    assert found.share == 1.0 and not any(report.failed for report in found.graphs)
+
+
 @pytest.mark.parametrize(
     "make",
     [
