@@ -30,10 +30,10 @@ def test_the_rule_on_the_page_is_the_packages():
 def test_the_reasons_on_the_page_are_said():
     sources = "\n".join(p.read_text() for p in (ROOT / "fastvit_kernels" / "fuse").rglob("*.py"))
     rows = re.findall(r"^\| `(?:\.\.\. )?([a-z][^`]+)` \| ", PAGE, re.MULTILINE)
-    reasons = [row for row in rows if " " in row and "(" not in row]
-    assert len(reasons) == 5
+    reasons = [row.removesuffix(" ...") for row in rows if " " in row and "(" not in row]
+    assert len(reasons) == 6
     for reason in reasons:
-        assert reason in sources, reason
+        assert reason in sources.replace("{number}", "two"), reason
 
 
 def test_the_calls_of_the_page():
