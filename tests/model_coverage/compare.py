@@ -185,17 +185,11 @@ def by_2x_rule(
         oracle: `host` of what `in_float64` found for a training step.
     """
     swap = by_block if regional else compiled
-
-    def step_of(seed: int, oracle: Tensors | None = None) -> tuple[Found, dict[str, Error]]:
-        if oracle is None:
-            oracle = run_step(copy.deepcopy(model).double().train(), inputs, seed)
-        return _by_2x_rule(seed, model, inputs, swap, autocast, oracle)
-
-    found, failed = step_of(SEED, oracle)
+    found, failed = _by_2x_rule(SEED, model, inputs, swap, autocast, oracle)
     for seed in SEEDS[1:]:
         if not failed:
             return found
-        found, again = step_of(seed)
+        found, again = _by_2x_rule(seed, model, inputs, swap, autocast)
         failed = {name: error for name, error in again.items() if name in failed}
     worst = max(failed.values(), key=lambda e: e.share, default=None)
     return found._replace(wrong=f"2x rule: {worst}" if worst else found.wrong)
@@ -207,13 +201,14 @@ def _by_2x_rule(
     inputs: Any,
     swap: Callable[[nn.Module], nn.Module],
     autocast: torch.dtype | None,
-    oracle: Tensors,
+    given: Tensors | None = None,
 ) -> tuple[Found, dict[str, Error]]:
-    """What one seed gave, and the tensors that are beyond the rule."""
+    """What one seed gave, and the tensors that are beyond the rule. given: the oracle, if known."""
 
     def specification() -> dict[str, Tensor]:
         return run_step(copy.deepcopy(model).float().train(), inputs, seed, autocast)
 
+    oracle = given or run_step(copy.deepcopy(model).double().train(), inputs, seed)
     twin = swap(copy.deepcopy(model).float().train())
     try:
         actual = run_step(twin, inputs, seed, autocast)

@@ -62,13 +62,15 @@ def shrink_repeats(model: nn.Module, kinds_once: bool = True) -> None:
         if not isinstance(parent, (nn.Sequential, nn.ModuleList)):
             continue
         kept: list[nn.Module] = []
+        forms: list[str] = []  # of those kept
         for child in parent:
-            forms = [_form(k) for k in (kept if kinds_once else kept[-2:])]
-            again = forms.count(_form(child)) == 2
+            form = _form(child)
+            again = (forms if kinds_once else forms[-2:]).count(form) == 2
             if kinds_once and kept and _kind(child) in had:
                 again = True
             if not again or not list(child.children()):  # a layer by itself is no block
                 kept.append(child)
+                forms.append(form)
         had |= {_kind(child) for child in kept}
         if len(kept) < len(parent):
             del parent[len(kept) :]
