@@ -41,7 +41,9 @@ else:
         VERSION = version_of(triton.__version__)
         check_version("triton", triton.__version__, TRITON)
         is_read = VERSION < (3, 10) and not torch.version.hip  # AMD's kernels ask for sizes, too
-        _RUN = JITFunction.run if is_read else None  # where `_kinds` is known to be fine enough
+        _RUN = (
+            JITFunction.run if is_read else None
+        )  # where `launch`'s kinds are known to be fine enough
     except ModuleNotFoundError:
 
         class _Absent:
@@ -81,28 +83,6 @@ def has_gluon() -> bool:
     return True
 
 
-def _kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What Triton looks at, or more, when it picks a compiled kernel for a launch here and now.
-
-    The arguments are tensors, maps of them (`gluon.tensor_map`), numbers and None.
-    """
-    knobs = triton.knobs
-    kinds: list[Any] = [driver.active.get_current_device()]
-    kinds += knobs.runtime.debug, knobs.compilation.instrumentation_mode
-    for x in arguments:  # no comprehension: the quickest, and every launch comes here
-        if x is None:
-            kinds.append(None)
-        elif x.__class__ is int:
-            kinds.append(x % 16 if 1 < x < 2**31 else (x,))
-        elif isinstance(x, Tensor):
-            kinds += x.dtype, x.data_ptr() % 16
-        elif hasattr(x, "block_shape"):
-            kinds += x.base.dtype, tuple(x.block_shape)
-        else:
-            kinds.append(x.__class__)
-    return tuple(kinds)
-
-
 _kernels: dict[int, Any] = {}  # all that were bound: Triton hashes a kernel by its source
 
 
@@ -139,13 +119,31 @@ def _bound(number: int, grid: tuple[int, ...], *sizes: Any, **options: Any) -> C
         if output.is_cuda and output.get_device() != torch.cuda.current_device():
             with torch.cuda.device_of(output):
                 return launch(*arguments)
-        watched = kernel.__class__.run is not _RUN or kernel.pre_run_hooks  # or interpreted
-        kinds = None if watched else _kinds(arguments)
-        if (known := compiled.get(kinds)) is not None:
+        if kernel.__class__.run is not _RUN or kernel.pre_run_hooks:  # watched, or interpreted
+            kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
+            return
+        # What Triton looks at, or more, when it picks a compiled kernel here and now. The arguments
+        # are tensors, maps of them (`gluon.tensor_map`), numbers and None.
+        knobs = triton.knobs
+        kinds: list[Any] = [driver.active.get_current_device()]
+        kinds += knobs.runtime.debug, knobs.compilation.instrumentation_mode
+        for x in arguments:  # the quickest way to go about it, as every launch comes here
+            if isinstance(x, Tensor):
+                kinds.append(x.dtype)
+                kinds.append(x.data_ptr() & 15)
+            elif x is None:
+                kinds.append(None)
+            elif x.__class__ is int:
+                kinds.append(x % 16 if 1 < x < 2**31 else (x,))
+            elif hasattr(x, "block_shape"):
+                kinds += x.base.dtype, tuple(x.block_shape)
+            else:
+                kinds.append(x.__class__)
+        if (known := compiled.get(key := tuple(kinds))) is not None:
             return known(*arguments, *last)
         found = kernel.run(*arguments, *last, grid=grid, warmup=False, **options)
-        if not watched and hasattr(found.__class__, "__getitem__"):  # else refused, or to come
-            compiled[kinds] = found[(*grid, 1, 1)[:3]]
+        if hasattr(found.__class__, "__getitem__"):  # else refused, or to come
+            compiled[key] = found[(*grid, 1, 1)[:3]]
 
     return launch
 
