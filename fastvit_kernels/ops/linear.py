@@ -43,7 +43,13 @@ from ..runtime.arguments import (
 )
 from ..runtime.backend import gpu
 from ..runtime.compat import FakeTensor, needs_dispatcher
-from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ..runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ..runtime.operator import EAGER, Route, differentiable, operator
 from ..runtime.triton import ANY_BATCH, tl, triton
 from .common import epilogue, gemm, grad_handoff
@@ -61,7 +67,7 @@ from .common.gemm import (
     tiles_of_program,
 )
 from .common.gemm_configs import fwd_config
-from .common.grad_handoff import Reads, layer_gradients
+from .common.grad_handoff import Reads, layer_backward
 from .common.reduction import column_sum, zeroed
 from .common.samples import add_branch, is_sample_subset
 
@@ -469,15 +475,11 @@ class LinearFunction(torch.autograd.Function):
             layer_scale if spec.saves_scales else None,
             row_scale if spec.saves_scales else None,
         )
-        ctx.spec = spec
+        ctx.spec, ctx.options = spec, (spec.activation, spec.dtype)
         grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
-    @staticmethod
-    @first_order("linear")
-    def backward(ctx, dy):
-        options = (ctx.spec.activation, ctx.spec.dtype)
-        return layer_gradients(ctx, dy, linear_bwd, options, bias=2, layer_scale=4)
+    backward = layer_backward("linear", linear_bwd, bias=2, layer_scale=4)
 
 
 @grad_handoff.register
@@ -495,8 +497,9 @@ class LinearByLibraryFunction(torch.autograd.Function):
         return by_library(x, weight, bias, residual)
 
     @staticmethod
-    @first_order("linear")
     def backward(ctx, dy):
+        if grad_enabled():
+            return first_order("linear", LinearByLibraryFunction.backward, ctx, dy)
         needs_dx, needs_dweight, needs_dbias, needs_dresidual, _ = ctx.needs_input_grad
         _, _, _, known = grad_handoff.take(ctx, dy, None, None)
         dx, dweight, dbias = linear_by_library_bwd[backward_route(EAGER, dy)](

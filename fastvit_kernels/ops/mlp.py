@@ -37,7 +37,7 @@ from ..runtime.arguments import (
 )
 from ..runtime.backend import gpu
 from ..runtime.compat import reads_last, saves_are_own
-from ..runtime.dispatch import cached_dispatch, choose_route, first_order
+from ..runtime.dispatch import cached_dispatch, choose_route
 from ..runtime.operator import EAGER, Route, differentiable, operator
 from ..runtime.triton import ANY_BATCH, tl, triton
 from .common import epilogue, gemm, grad_handoff
@@ -54,7 +54,7 @@ from .common.gemm import (
     tiles_of_program,
 )
 from .common.gemm_configs import HIDDEN_TABLE, gemm_key
-from .common.grad_handoff import layer_gradients
+from .common.grad_handoff import layer_backward
 from .common.reduction import column_sum, zeroed
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from .linear import Output, decide_output, linear_fwd, linear_ref, linear_to_output
@@ -182,12 +182,12 @@ def _hidden_gradient(
     act: Tensor | None,
     activation: str,
     sum_dz: bool,
-    reuse_z: bool,
+    owns_z: bool,
 ) -> tuple[Tensor, Tensor]:
     """dz = d (layer_scale * W2) * act'(z), (M, F), and partials whose column sums are db1.
 
     d (M, N) in z's dtype, weight (N, F), z (M, F); act(z) is written into act if it is not None,
-    and dz over z if that may be: a program has read the elements that it writes.
+    and dz over z where nothing else reads that: a program has read the elements that it writes.
     """
     a, b = epilogue.input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
@@ -198,7 +198,7 @@ def _hidden_gradient(
         return epilogue.backward_epilogue(
             dact, z, activation, z.dtype, act=act, sum_dz=sum_dz, dz=dact
         )
-    dz = z if reuse_z else torch.empty_like(z)
+    dz = z if owns_z and reads_last(z) else torch.empty_like(z)
     rows = triton.cdiv(M, plan.config.block_m)
     warp_specialized = plan.config.route == "gluon"
     if warp_specialized:
@@ -291,7 +291,7 @@ def mlp_bwd(
     row_scale: Tensor | None,
     activation: str,
     dtype: torch.dtype,
-    reuse_z: bool,
+    owns_z: bool,
     dx_dtype: torch.dtype | None,
     dfc1_weight_dtype: torch.dtype | None,
     dfc1_bias_dtype: torch.dtype | None,
@@ -305,7 +305,7 @@ def mlp_bwd(
     Each in its dtype, None where that is None. The tensors are in `dtype`, the forward's compute
     dtype; each may be None where no wanted gradient reads it, act also where z, kept for other
     gradients, can rebuild it. g (N,) fp32 has the column sums of dy, which is then in `dtype`. With
-    reuse_z, which no compiler passes, z holds other numbers afterwards.
+    owns_z, which no compiler passes, z holds other numbers after a backward that is the last.
     """
     dfc1_dtypes = dx_dtype, dfc1_weight_dtype, dfc1_bias_dtype
     dfc2_dtypes = dfc2_weight_dtype, dfc2_bias_dtype, dlayer_scale_dtype
@@ -327,7 +327,7 @@ def mlp_bwd(
         assert z_rows is not None and fc2_weight is not None
         sum_dz = dfc1_bias_dtype is not None
         dz, partial = _hidden_gradient(
-            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, sum_dz, reuse_z
+            d, fc2_weight, layer_scale, z_rows, rebuilt, activation, sum_dz, owns_z
         )
         if sum_dz:
             dfc1_bias = column_sum(partial, empty(z_rows.shape[1:], dfc1_bias_dtype, dy.device))
@@ -394,15 +394,12 @@ class MlpFunction(torch.autograd.Function):
             layer_scale,
             row_scale,
         )
-        ctx.spec, ctx.owns_z = spec, spec.route == EAGER and saves_are_own()
+        owns_z = spec.route == EAGER and saves_are_own()
+        ctx.spec, ctx.options = spec, (spec.activation, spec.dtype, owns_z)
         grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
-    @staticmethod
-    @first_order("mlp")
-    def backward(ctx, dy):
-        options = (ctx.spec.activation, ctx.spec.dtype, ctx.owns_z and reads_last(dy))
-        return layer_gradients(ctx, dy, mlp_bwd, options, bias=4, layer_scale=6)
+    backward = layer_backward("mlp", mlp_bwd, bias=4, layer_scale=6)
 
 
 apply_mlp = differentiable(MlpFunction)

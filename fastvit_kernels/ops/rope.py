@@ -34,7 +34,13 @@ from ..runtime.arguments import (
     contiguous,
     needs_gradient,
 )
-from ..runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ..runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ..runtime.operator import Route, differentiable, operator
 from .common.reduction import zeroed
 from .common.rotation import MAX_D, MAX_ROWS, NORMS, Rotation, rotate, rotate_bwd, tables_of
@@ -224,8 +230,9 @@ class RopeFunction(torch.autograd.Function):
         return rope_fwd[spec.route](q, k, cos, sin, *norms, *spec.rotation, False)
 
     @staticmethod
-    @first_order("rope")
     def backward(ctx, dq_out, dk_out):
+        if grad_enabled():
+            return first_order("rope", RopeFunction.backward, ctx, dq_out, dk_out)
         cos, sin, q, k, *norms = ctx.saved_tensors
         spec, needs = ctx.spec, ctx.needs_input_grad
         route, rotation = backward_route(spec.route, dq_out, dk_out), spec.rotation

@@ -27,11 +27,11 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_SCALARS = frozenset({bool, int, float, str, torch.dtype})
+_SCALARS = frozenset({type(None), bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (compat.FakeTensor, compat.FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
-_grad_enabled = torch.is_grad_enabled
+grad_enabled = torch.is_grad_enabled
 
 
 class _Indirect(Exception):
@@ -63,12 +63,11 @@ def cached_dispatch(decide: Decide) -> Decide:
         if looked:
             return decide(*args)
         autocast = compat.is_autocast_on() and _autocast_dtypes()
-        facts = [chosen, GPUS.absent, _grad_enabled(), autocast]
+        # With their classes: 2.0 and True equal 2 and 1, and are other arguments.
+        facts = [chosen, GPUS.absent, grad_enabled(), autocast, *map(type, args)]
         try:
             for x in args:
-                if x is None:
-                    facts.append(None)
-                elif x.__class__ in _PLAIN:
+                if x.__class__ in _PLAIN:
                     if by_torch:
                         facts += x.layout, x.is_meta
                     elif x.is_neg() or not (x.data_ptr() or x.numel() == 0):
@@ -76,7 +75,7 @@ def cached_dispatch(decide: Decide) -> Decide:
                     # An index stands for its device: a process has one kind of accelerator.
                     facts += x.shape, x.dtype, x.get_device(), x.requires_grad
                 elif x.__class__ in _SCALARS or not isinstance(x, Tensor):
-                    facts += x.__class__, x  # 2.0 and True equal 2 and 1, and are other arguments
+                    facts.append(x)
                 else:
                     raise _Indirect  # a subclass
             kind = tuple(facts)
@@ -164,33 +163,21 @@ class _FirstOrder(torch.autograd.Function):
         )
 
 
-def first_order(op: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Backward of a Function of `op` whose gradients have no gradient; costs under create_graph.
+def first_order(op: str, backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
+    """What `backward` of a Function of `op` gives where `grad_enabled()`, as under create_graph:
+    gradients that have no gradient.
 
-    None: the Function serves several ops, and `ctx.spec.op` names the call's.
     torch's `once_differentiable` gives gradients without a graph where the upstream gradient has
     none: a penalty on them, added to the loss, would be left out of its gradient in silence.
     """
-
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        guarded = once_differentiable(backward)
-
-        @functools.wraps(backward)
-        def call(ctx: Any, *grads: Any) -> Any:
-            if not _grad_enabled():
-                return backward(ctx, *grads)
-            if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
-                return guarded(ctx, *grads)
-            watched = _Watched(ctx)
-            with torch.no_grad():
-                outputs = backward(watched, *grads)
-            read = [g for g in (*grads, *watched.read) if g is not None and g.requires_grad]
-            read += _leaves([fn for fn, _ in ctx.next_functions], {g.grad_fn for g in read})
-            return _refusing(op or ctx.spec.op, outputs, read)
-
-        return call
-
-    return decorate
+    if torch.compiler.is_compiling():  # AOTAutograd has a refusal of its own
+        return once_differentiable(backward)(ctx, *grads)
+    watched = _Watched(ctx)
+    with torch.no_grad():
+        outputs = backward(watched, *grads)
+    read = [g for g in (*grads, *watched.read) if g is not None and g.requires_grad]
+    read += _leaves([fn for fn, _ in ctx.next_functions], {g.grad_fn for g in read})
+    return _refusing(op, outputs, read)
 
 
 class _Watched:

@@ -16,7 +16,7 @@ def operators() -> dict[str, Operator]:
     found = {}
     for module in _modules():
         for name, value in vars(module).items():
-            if isinstance(value, Operator) and value.eager.__name__ == name:
+            if isinstance(value, Operator) and getattr(value.eager, "__name__", None) == name:
                 found[name] = value
     return found
 
@@ -26,9 +26,15 @@ def replace_operator(
 ) -> None:
     """Wherever the package has the operator: `eager`, `registered` or both are another's."""
     former = operators()[name]
+    other = former._replace(**routes)
     for module in _modules():
         if getattr(module, name, None) is former:
-            monkeypatch.setattr(module, name, former._replace(**routes))
+            monkeypatch.setattr(module, name, other)
+        for value in vars(module).values():
+            backward = getattr(value, "backward", None)  # of a Function, by `layer_backward`
+            for cell in getattr(backward, "__closure__", None) or ():
+                if cell.cell_contents is former:
+                    monkeypatch.setattr(cell, "cell_contents", other)
 
 
 def _modules() -> list[Any]:

@@ -27,7 +27,13 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa, torch_sdpa_with
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import Route, differentiable, operator
 from .configs import MAX_D
 from .launch import (
@@ -129,8 +135,9 @@ class AttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("attention")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("attention", AttentionFunction.backward, ctx, dout)
         qkv, out, lse, mask, seed = ctx.saved_tensors
         scale, dropout_p = ctx.spec.scale, ctx.spec.dropout_p
         route = backward_route(ctx.spec.route, dout)

@@ -25,7 +25,13 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import REGISTERED, Operator, Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
@@ -168,8 +174,9 @@ class QkvAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("qkv_attention")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("qkv_attention", QkvAttentionFunction.backward, ctx, dout)
         x, weight, qkv, out, lse, seed = ctx.saved_tensors
         spec = ctx.spec
         route = backward_route(spec.route, dout)

@@ -20,7 +20,13 @@ from torch import Tensor
 from ...runtime import values
 from ...runtime.arguments import compute_dtype, contiguous, needs_gradient
 from ...runtime.compat import torch_sdpa
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import product_with_bias
 from ..common.reduction import column_sum, zeroed
@@ -279,8 +285,9 @@ class RopeAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("rope_attention")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("rope_attention", RopeAttentionFunction.backward, ctx, dout)
         x, weight, *saved = ctx.saved_tensors
         spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)

@@ -23,7 +23,13 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa, torch_sdpa_with
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import Route, differentiable, operator
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
@@ -175,8 +181,9 @@ class SdpaFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("sdpa")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("sdpa", SdpaFunction.backward, ctx, dout)
         spec, route = ctx.spec, backward_route(ctx.spec.route, dout)
         arguments = dout, *ctx.saved_tensors, spec.scale, spec.dropout_p
         if ctx.needs_input_grad[3]:

@@ -27,7 +27,13 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.compat import FakeTensor
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import differentiable, operator
 from .functions import AttentionSpec, attention_ref, check_scores, draw_seed, unsupported_scale
 from .launch import Packing, Softmax, empty_dqkv, empty_rows, launch_bwd, launch_fwd, readable
@@ -170,8 +176,9 @@ class VarlenAttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order("varlen_attention")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("varlen_attention", VarlenAttentionFunction.backward, ctx, dout)
         spec = ctx.spec
         dqkv = varlen_attention_bwd[backward_route(spec.route, dout)](
             dout, *ctx.saved_tensors, spec.max_seqlen, spec.scale, spec.dropout_p

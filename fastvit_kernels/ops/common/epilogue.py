@@ -279,7 +279,11 @@ def epilogue_arguments(
         residual is not None,
         some,
     )
-    pointers = contiguous(layer_scale), contiguous(row_scale), residual
+    pointers = (
+        None if layer_scale is None else layer_scale.contiguous(),
+        None if row_scale is None else row_scale.contiguous(),
+        residual,
+    )
     return pointers, Rows(rows_per_sample, stride_residual_m, keep_scale), follows
 
 

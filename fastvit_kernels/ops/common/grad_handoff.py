@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...runtime.arguments import as_dtype, needs_gradient
 from ...runtime.compat import FakeTensor, graph_task, node_class, raw_stream, version
-from ...runtime.dispatch import backward_route
+from ...runtime.dispatch import backward_route, first_order, grad_enabled
 from ...runtime.operator import EAGER, Operator
 from .deferred import deferred
 
@@ -136,45 +136,44 @@ def take(
     return handed.d, None, handed.g, None
 
 
-def layer_gradients(
-    ctx: Any,
-    dy: Tensor,
-    operator: Operator,
-    options: tuple[Any, ...],
-    *,
-    bias: int,
-    layer_scale: int,
-) -> tuple[Tensor | None, ...]:
-    """The backward of a layer that ends in residual + row_scale * layer_scale * (... + bias).
+def layer_backward(op: str, operator: Operator, *, bias: int, layer_scale: int) -> Any:
+    """The backward of a Function of `op`, a layer that ends in residual + row_scale * layer_scale *
+    (... + bias).
 
     Its inputs are those of its products, then residual, layer_scale, row_scale and the spec,
-    which has the dtypes of all but row_scale.
+    which has the dtypes of all but row_scale. Its forward sets ctx.spec and ctx.options.
 
     Args:
         operator: (d, *saved, *options, a dtype for each gradient but the residual's, g) -> these
             gradients, without a dtype empty or None. It takes its first saved by `deferred.read`.
         bias: its place among the inputs. layer_scale: its place in what is saved, before row_scale.
     """
-    spec = ctx.spec
-    dtypes = spec.input_dtypes
-    *wanted, dresidual_dtype, dlayer_scale_dtype = [
-        dtype if needed else None
-        for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
-    ]
-    wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
-    dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
-    if not any(wanted):
-        return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
-    route = backward_route(spec.route, dy)
-    with deferred if route == EAGER else nullcontext():  # the launcher reads it once
-        saved = list(ctx.saved_tensors)
-        row_scale = layer_scale + 1
-        d, saved[row_scale], g, known = take(ctx, dy, saved[layer_scale], saved[row_scale])
-        asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
-        grads = operator[route](d, *saved, *options, *asked, g)
-    *grads, dlayer_scale = [
-        grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
-    ]
-    if known is not None:
-        grads[bias] = known
-    return (*grads, dresidual, dlayer_scale, None, None)
+    row_scale = layer_scale + 1
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if grad_enabled():
+            return first_order(op, backward, ctx, dy)
+        spec = ctx.spec
+        dtypes = spec.input_dtypes
+        *wanted, dresidual_dtype, dlayer_scale_dtype = [
+            dtype if needed else None
+            for dtype, needed in zip(dtypes, ctx.needs_input_grad[: len(dtypes)], strict=True)
+        ]
+        wanted = (*wanted, dlayer_scale_dtype)  # Dynamo of torch 2.11 has a tuple here, not a list
+        dresidual = None if dresidual_dtype is None else as_dtype(dy, dresidual_dtype)
+        if not any(wanted):
+            return (*[None] * (len(wanted) - 1), dresidual, None, None, None)
+        route = backward_route(spec.route, dy)
+        with deferred if route == EAGER else nullcontext():  # the launcher reads it once
+            saved = list(ctx.saved_tensors)
+            d, saved[row_scale], g, known = take(ctx, dy, saved[layer_scale], saved[row_scale])
+            asked = wanted if known is None else (*wanted[:bias], None, *wanted[bias + 1 :])
+            grads = operator[route](d, *saved, *ctx.options, *asked, g)
+        *grads, dlayer_scale = [
+            grad if dtype else None for grad, dtype in zip(grads, asked, strict=True)
+        ]
+        if known is not None:
+            grads[bias] = known
+        return (*grads, dresidual, dlayer_scale, None, None)
+
+    return staticmethod(backward)

@@ -43,14 +43,14 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.backend import gpu
-from ...runtime.dispatch import cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import cached_dispatch, choose_route
 from ...runtime.operator import Route, differentiable, operator
 from ..common import epilogue, gemm, grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.deferred import deferred
 from ..common.epilogue import ScaledLinear
 from ..common.gemm_configs import gated_config
-from ..common.grad_handoff import layer_gradients
+from ..common.grad_handoff import layer_backward
 from ..common.reduction import column_sum, zeroed
 from ..linear import Output, decide_output, linear_ref, linear_to_output
 from .kernels import MAX_NORM_F, Columns, gate_bwd, gate_fwd
@@ -269,11 +269,6 @@ def _columns(x: Tensor, first: int, count: int) -> Tensor:
     return x if x.shape[1] == count else x[:, first : first + count]
 
 
-def _column_sum(partial: Tensor, first: int, count: int, dtype: torch.dtype) -> Tensor:
-    out = empty((count,), dtype, partial.device)
-    return column_sum(_columns(partial, first, count), out)
-
-
 class Fc1(NamedTuple):
     """fc1, or the gate's layer next to it: what dx reads, and the dtypes of wanted gradients."""
 
@@ -284,18 +279,15 @@ class Fc1(NamedTuple):
 
 def _hidden_bwd(
     d: Tensor,
-    sums: Tensor,
     fc2: ScaledLinear,
     hidden: Tensor | None,
     shape: tuple[int, int],
     gated: tuple[Any, ...],
     needs_dz: bool,
     sum_dz: bool,
-) -> tuple[Any, tuple[Tensor | None, ...]]:
-    """What `gate_bwd` gives of `gated`, where it is needed; and the gradients of fc2.
-
-    The hidden layer (M, F) that it rebuilds is free again before x and dx take memory.
-    """
+) -> tuple[Any, Tensor | None]:
+    """What `gate_bwd` gives of `gated`, where it is needed; and the hidden layer (M, F), saved or
+    rebuilt, where fc2's gradients read it."""
     rows, rebuilt = None if hidden is None else hidden.contiguous().view(shape), None
     if rows is None and fc2.needs_x:
         assert needs_dz  # its pass writes them
@@ -305,8 +297,7 @@ def _hidden_bwd(
         assert fc2.weight is not None
         dhidden = gemm.matmul(*epilogue.input_gradient_operands(d, fc2.weight, fc2.layer_scale))
         found = gate_bwd(dhidden, rebuilt, *gated, sum_dz=sum_dz)
-        del dhidden
-    return found, epilogue.weight_gradients(d, sums, rows, fc2)
+    return found, rows
 
 
 def _fc1_bwd(
@@ -330,7 +321,8 @@ def _fc1_bwd(
     for i, (layer, half) in enumerate(zip(layers, halves, strict=True)):
         dhalf, dweight, dbias = _columns(dz, *half), None, None
         if layer.dbias_dtype is not None:
-            dbias = _column_sum(partial, *half, layer.dbias_dtype)
+            dbias = empty((half[1],), layer.dbias_dtype, partial.device)
+            column_sum(_columns(partial, *half), dbias)
         if layer.dweight_dtype is not None and x is not None:
             x = deferred.read(x)
             x_rows = x.reshape(dz.shape[0], -1)
@@ -396,11 +388,15 @@ def gated_mlp_bwd(
     gated = *gated, norm_weight, norm_bias, contiguous(stats)
     sum_dz = dfc1_bias_dtype is not None or dgate_bias_dtype is not None
     needs_dz = sum_dz or any((dx_dtype, dfc1_weight_dtype, dgate_weight_dtype, *dnorm_dtypes))
-    found, dfc2 = _hidden_bwd(d, sums, fc2, hidden, (M, F), gated, needs_dz, sum_dz)
+    found, rows = _hidden_bwd(d, fc2, hidden, (M, F), gated, needs_dz, sum_dz)
+    dfc2 = epilogue.weight_gradients(d, sums, rows, fc2)
+    del rows  # before x and dx take memory
     shape, layers = epilogue.rows_shape(dy, row_scale), [fc1] if value is None else [fc1, gate]
     dx, dfc1, dgate = _fc1_bwd(found, layers, F, x, shape, dx_dtype)
     dnorms = [
-        None if to is None else _column_sum(found[1], found[2].stride + i * F, F, to)
+        None
+        if to is None
+        else column_sum(_columns(found[1], found[2].stride + i * F, F), empty((F,), to, dy.device))
         for i, to in enumerate(dnorm_dtypes)
     ]
     return dx, *dfc1, *dfc2[:2], *dgate, *dnorms, dfc2[2]  # pyright: ignore[reportReturnType]
@@ -481,16 +477,11 @@ class GatedMlpFunction(torch.autograd.Function):
             hidden if spec.saves_hidden else None,
             stats if saves_z and norm_weight is not None else None,
         )
-        ctx.spec = spec
+        ctx.spec, ctx.options = spec, (spec.activation, spec.gate_last, spec.dtype)
         grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
-    @staticmethod
-    @first_order("gated_mlp")
-    def backward(ctx, dy):
-        spec = ctx.spec
-        options = (spec.activation, spec.gate_last, spec.dtype)
-        return layer_gradients(ctx, dy, gated_mlp_bwd, options, bias=4, layer_scale=7)
+    backward = layer_backward("gated_mlp", gated_mlp_bwd, bias=4, layer_scale=7)
 
 
 apply_gated_mlp = differentiable(GatedMlpFunction)

@@ -44,7 +44,13 @@ from ...runtime.arguments import (
     needs_gradient,
 )
 from ...runtime.backend import dtype_reason
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.operator import Operator, Route, differentiable, operator
 from ..common import grad_handoff
 from ..common.grad_handoff import consumer_of, dtype_of_sums
@@ -110,7 +116,10 @@ def _empty_bwd(
 
 
 def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
-    """Forward, backward, and the backward that also gives what the linear that gave x reads."""
+    """Forward, backward, and the backward that also gives what the linear that gave x reads.
+
+    Eager, all are the launchers themselves: the backward gives a d of None too.
+    """
 
     def fwd(
         x: Tensor,
@@ -151,10 +160,10 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
         stats: Tensor,
         sum_dtype: torch.dtype,
         needs_dparams: bool,
+        samples: Tensor | None,
         d_dtype: torch.dtype | None,
         row_scale: Tensor | None,
         needs_g: bool,
-        samples: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
         d = row_scale * dx (..., C) in d_dtype, None where that is None."""
@@ -168,7 +177,13 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
         launcher.__name__ = f"{'layer' if center else 'rms'}_norm_{launcher.__name__}"
     rows = operator(fake=functools.partial(_empty_bwd, center))(rows_bwd)
     forward = operator(fake=functools.partial(_empty_fwd, center))(fwd)
-    return forward, operator(fake=empty_bwd)(bwd), rows
+    launch_fwd = functools.partial(launch_norm_fwd, center)
+    launch_bwd = functools.partial(launch_norm_bwd, center)
+    return (
+        forward._replace(eager=launch_fwd),
+        operator(fake=empty_bwd)(bwd)._replace(eager=launch_bwd),
+        rows._replace(eager=launch_bwd),
+    )
 
 
 layer_norm_fwd, layer_norm_bwd, layer_norm_rows_bwd = _operators(center=True)
@@ -203,8 +218,9 @@ class NormFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order(None)
     def backward(ctx, dy):
+        if grad_enabled():
+            return first_order(ctx.spec.op, NormFunction.backward, ctx, dy)
         needs_dx, needs_dweight, needs_dbias, needs_dresidual, _, _ = ctx.needs_input_grad
         dx = dweight = dbias = None
         if needs_dx or needs_dweight or needs_dbias:
@@ -231,8 +247,9 @@ class NormAndInputFunction(torch.autograd.Function):
         return y, x.view_as(x)
 
     @staticmethod
-    @first_order(None)
     def backward(ctx, dy, dresidual):
+        if grad_enabled():
+            return first_order(ctx.spec.op, NormAndInputFunction.backward, ctx, dy, dresidual)
         if dy is None:
             return dresidual, None, None, None, None
         return *_backward(ctx, dy, dresidual), None, None
@@ -250,7 +267,7 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     assert spec.route is not None
     route, reader = backward_route(spec.route, dy, dresidual), consumer_of(x)
     if reader is None:
-        dx, sums = spec.bwd[route](
+        dx, sums, *_ = spec.bwd[route](
             dy, dresidual, x, weight, stats, spec.param_dtype, needs_dparams, samples
         )
     else:
@@ -263,10 +280,10 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
             stats,
             dtype_of_sums(reader, spec.param_dtype),
             needs_dparams,
+            samples,
             d_dtype,
             reader.row_scale,
             g_dtype is not None,
-            samples,
         )
         grad_handoff.put(reader, dx, d, sums)
         sums = as_dtype(sums, spec.param_dtype)

@@ -307,8 +307,8 @@ def launch_norm_fwd(
     eps: float,
     out_dtype: torch.dtype,
     save_stats: bool,
-    samples: Tensor | None,
-    residual: Tensor | None,
+    samples: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     device = x.device
     launch, y_layout, stats_layout, copies_x, copies_residual = _fwd_plan(
@@ -421,7 +421,7 @@ def launch_norm_bwd(
     stats: Tensor,
     sum_dtype: torch.dtype,
     needs_dparams: bool,
-    samples: Tensor | None,
+    samples: Tensor | None = None,
     d_dtype: torch.dtype | None = None,
     row_scale: Tensor | None = None,
     needs_g: bool = False,
@@ -443,7 +443,7 @@ def launch_norm_bwd(
         None if dresidual is None else dresidual.stride(),
         x.stride(),
     )
-    dx = x.new_empty_strided(*dx_layout)
+    dx = empty_strided(*dx_layout, dtype=x.dtype, device=device)
     sums = empty_strided(*sums_layout, dtype=sum_dtype, device=device)
     d = None if d_dtype is None else empty_strided(*d_layout, dtype=d_dtype, device=device)
     if launch is None:

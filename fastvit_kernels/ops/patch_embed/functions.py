@@ -47,7 +47,13 @@ from ...runtime.arguments import (
 from ...runtime.backend import Gpu, gpu
 from ...runtime.compat import matmul_precision
 from ...runtime.configs import launch_plan
-from ...runtime.dispatch import backward_route, cached_dispatch, choose_route, first_order
+from ...runtime.dispatch import (
+    backward_route,
+    cached_dispatch,
+    choose_route,
+    first_order,
+    grad_enabled,
+)
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.operator import Route, differentiable, operator
 from ...runtime.triton import VERSION, bind_launch, tl, triton
@@ -555,8 +561,9 @@ class PatchEmbedFunction(torch.autograd.Function):
         )
 
     @staticmethod
-    @first_order("patch_embed")
     def backward(ctx, dout):
+        if grad_enabled():
+            return first_order("patch_embed", PatchEmbedFunction.backward, ctx, dout)
         images, weight, *keep = ctx.saved_tensors
         keep = keep[0] if keep else None
         spec, needs = ctx.spec, ctx.needs_input_grad
