@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import aligned, empty, empty_strided, is_aligned
+from ...runtime.arguments import Layout, aligned, empty, empty_strided, is_aligned, layout
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import matmul_precision
 from ...runtime.configs import Key, launch_plan
@@ -301,7 +301,7 @@ class Layouts(NamedTuple):
 
     gpu: Gpu
     dtype: torch.dtype
-    shape: tuple[int, ...]  # as `Problem` has it
+    shape: tuple[int, ...]  # as `Problem` has it, or (B, H, T_q, D)
     T_kv: int
     strides: tuple[tuple[int, ...], ...]  # of q, k and v, in a backward before them of dout
     mask: MaskLayout | None
@@ -310,6 +310,14 @@ class Layouts(NamedTuple):
     scale: float
     dropout_p: float
     precision: str  # of fp32 products, "ieee" or "tf32"
+    heads_first: bool = False  # shape and strides have the heads before the tokens
+
+    def tokens_first(self) -> Layouts:
+        """The same launch, of the views (B, T, H, D)."""
+        if not self.heads_first:
+            return self
+        shape, *strides = ((b, t, h, d) for b, h, t, d in (self.shape, *self.strides))
+        return self._replace(shape=shape, strides=tuple(strides), heads_first=False)
 
     def problem(self) -> tuple[Any, ...]:
         """The fields of `Problem`."""
@@ -338,7 +346,7 @@ class FwdCall(NamedTuple):
 @launch_plan
 def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) -> FwdCall:
     """Arguments: the fields of `Layouts`, whether ours must run, whether q, k and v are packed."""
-    layouts = Layouts(gpu, *fields)
+    layouts = Layouts(gpu, *fields).tokens_first()
     problem = Problem(*layouts.problem())
     config = configs.FWD_TABLE.choose(gpu, *problem.key())
     if not own and problem.is_sdpa(config):
@@ -362,6 +370,7 @@ class BwdCall(NamedTuple):
     sizes: tuple[int, ...]
     of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
     fused_dq: Callable[..., None] | None = None
+    copies: bool = False  # TMA reads no expanded tensor: contiguous ones must come
 
 
 @launch_plan
@@ -393,7 +402,7 @@ def bwd_call(
 ) -> BwdCall:
     """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
     ours must run, whether q, k and v are packed, and contiguous, as is dout."""
-    layouts = Layouts(gpu, *fields)
+    layouts = Layouts(gpu, *fields).tokens_first()
     if of_qkv and _is_in_turns(*layouts.problem()):
         from .backward_pingpong import bwd_pingpong
 
@@ -402,6 +411,8 @@ def bwd_call(
     if _is_fused_dq(*layouts.problem()):
         from .backward_fused_dq import bwd_fused_dq
 
+        if min(map(min, layouts.strides)) == 0:
+            return BwdCall(None, None, (), (), copies=True)
         grads = dq_stride, dk_stride
         launch = bwd_fused_dq(layouts.shape, layouts.strides, *grads, layouts.scale, gpu.num_sms)
         return BwdCall(None, None, (), (), fused_dq=launch)
@@ -418,26 +429,35 @@ def bwd_call(
     )
 
 
-def _layouts(tensors: Sequence[Tensor], q: Tensor, T_kv: int, softmax: Softmax) -> Any:
+def _layouts(
+    tensors: Sequence[Tensor],
+    q: Tensor,
+    T_kv: int,
+    softmax: Softmax,
+    precision: str,
+    heads_first: bool,
+) -> Any:
     """The fields of `Layouts`. tensors: those whose strides it has."""
-    shape, packing = q.shape, softmax.packing
-    strides = tuple([x.stride() for x in tensors])
+    shape, mask, packing = q.shape, softmax.mask, softmax.packing
+    strides = tuple(map(Tensor.stride, tensors))
     if packing is not None:
+        if len(shape) == 4:
+            strides = tuple(each[1:] for each in strides)
         cu_seqlens, T_kv = packing
-        shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[2:])
-        strides = tuple(each[1:] for each in strides)
+        shape = (cu_seqlens.shape[0] - 1, T_kv, *shape[-2:])
     return (
         gpu(q.device),
         q.dtype,
         shape,
         T_kv,
         strides,
-        mask_layout(softmax.mask),
+        None if mask is None else (mask.dtype, mask.shape, mask.stride()),
         softmax.is_causal,
         packing is not None,
         softmax.scale,
         softmax.dropout_p,
-        matmul_precision(),
+        precision,
+        heads_first,
     )
 
 
@@ -459,15 +479,27 @@ def empty_rows(q: Tensor, packing: Packing | None = None, rows_per_head: int = 1
     Of packed sequences (H, length): that of b begins at 4 (cu_seqlens[b] // 4 + b), so that each
     is padded too and none needs to know another's length.
     """
-    B, T, H, _ = q.shape
-    H *= rows_per_head
-    if packing is not None:
-        length = (T // ROW_PAD + packing.cu_seqlens.shape[0] - 1) * ROW_PAD
-        return torch.empty((H, length), dtype=torch.float32, device=q.device)
+    T, H, _ = q.shape[-3:]
+    if packing is None:
+        return _rows((q.shape[0], H * rows_per_head, T), q.device)
+    length = (T // ROW_PAD + packing.cu_seqlens.shape[0] - 1) * ROW_PAD
+    return torch.empty((H, length), dtype=torch.float32, device=q.device)
+
+
+def _rows(shape: tuple[int, int, int], device: torch.device) -> Tensor:
+    """(B, H, T) fp32, each row padded to 16 bytes."""
+    B, H, T = shape
     length = -(-T // ROW_PAD) * ROW_PAD
     strides = (H * length, length, 1)
-    rows = empty_strided((B, H, length), strides, dtype=torch.float32, device=q.device)
+    rows = empty_strided((B, H, length), strides, dtype=torch.float32, device=device)
     return rows if length == T else rows.narrow(2, 0, T)
+
+
+@functools.lru_cache(maxsize=1024)
+def tokens_first(shape: tuple[int, ...]) -> Layout:
+    """(B, H, T, D) that lies as (B, T, H, D), contiguous: shape and strides for `empty_strided`."""
+    _, H, T, D = shape
+    return tuple(shape), (T * H * D, D, H * D, 1)
 
 
 def empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -495,49 +527,76 @@ def bwd_flops(dout: Any) -> int:
 
 def padded_rows(lse: Tensor) -> Tensor:
     """lse as the forward laid it out; hooks on saved tensors may have unpacked another layout."""
+    known = lse.__class__ is Tensor and lse.data_ptr() % 16 == 0
     if lse.ndim == 2:  # of packed sequences
-        return aligned(lse)
+        return lse if known and lse.is_contiguous() else aligned(lse)
     B, H, T = lse.shape
     length = -(-T // ROW_PAD) * ROW_PAD
-    end = 4 * (lse.storage_offset() + B * H * length)
-    is_padded = lse.stride() == (H * length, length, 1) and lse.untyped_storage().nbytes() >= end
-    if is_padded and is_aligned(lse):
+    is_padded = lse.stride() == (H * length, length, 1)
+    if is_padded and length != T:
+        end = 4 * (lse.storage_offset() + B * H * length)
+        is_padded = lse.untyped_storage().nbytes() >= end
+    if is_padded and (known or is_aligned(lse)):
         return lse
     return F.pad(lse.contiguous(), (0, length - T), value=float("inf"))
 
 
 def launch_fwd(
-    qkv: Sequence[Tensor], softmax: Softmax, packed: Tensor | None = None
+    qkv: Sequence[Tensor],
+    softmax: Softmax,
+    packed: Tensor | None = None,
+    heads_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, T, H, D) and lse (`empty_lse`), by our kernel or by the library's.
+    """out, (B, T, H, D) contiguous, and lse (`empty_lse`), by our kernel or by the library's.
 
-    qkv: q, k and v, (B, T, H, D) views; packed: (B, T, 3, H, D), whose views they are.
+    qkv: q, k and v, (B, T, H, D) views, of packed sequences (total, H, D) too; packed:
+    (B, T, 3, H, D), whose views they are. heads_first: they are (B, H, T, D), and so is out then.
     """
     q, k, v = qkv
     seed, mask, packing = softmax.seed, softmax.mask, softmax.packing
+    size, strides = tokens_first(q.shape) if heads_first else layout(q.shape)
     if not q.numel() or (packing is not None and packing.cu_seqlens.shape[0] < 2):
-        out = q.new_empty(q.shape)
-        return out, empty_lse(out, mask) if packing is None else empty_rows(out, packing)
-    layouts = _layouts(qkv, q, k.shape[1], softmax)
+        out = empty_strided(size, strides, dtype=q.dtype, device=q.device)
+        seen = out.transpose(1, 2) if heads_first else out
+        return out, empty_lse(seen, mask) if packing is None else empty_rows(out, packing)
+    T_kv = k.shape[2] if heads_first else k.shape[-3]
+    layouts = _layouts(qkv, q, T_kv, softmax, matmul_precision(), heads_first)
     of_qkv = packed is not None and packed.is_contiguous()
     call = fwd_call(*layouts, own=packing is not None, of_qkv=of_qkv)
     if call.launch is None:
-        if (found := sdpa_forward(qkv, softmax.scale, softmax.is_causal)) is not None:
-            return found[0], padded_rows(found[1]).narrow(2, 0, q.shape[1])
+        if (found := _by_library(qkv, softmax, heads_first)) is not None:
+            return found
         call = fwd_call(*layouts, own=True)
     assert call.launch is not None
-    out = q.new_empty(q.shape)
+    out = empty_strided(size, strides, dtype=q.dtype, device=q.device)
     if packing is not None:
         lse = empty_rows(out, packing)
-        sizes = *call.sizes, q.shape[1], lse.stride(0)
+        sizes = *call.sizes, q.shape[-3], lse.stride(0)
         call.launch(out, lse, q, k, v, None, seed, packing.cu_seqlens, *sizes)
         return out, lse
-    lse = empty_lse(out, mask)
+    B, T, H, _ = size
+    if heads_first:
+        T, H = H, T
+    lse = _rows((B, H if mask is None or mask.dtype is torch.bool else 2 * H, T), q.device)
     if call.of_qkv:
         call.launch(out, lse, packed)
     else:
         call.launch(out, lse, q, k, v, _as_bytes(mask), seed, None)
     return out, lse
+
+
+def _by_library(
+    qkv: Sequence[Tensor], softmax: Softmax, heads_first: bool
+) -> tuple[Tensor, Tensor] | None:
+    """The library's part of `launch_fwd`."""
+    if heads_first:
+        qkv = [x.transpose(1, 2) for x in qkv]
+    found = sdpa_forward(qkv, softmax.scale, softmax.is_causal)
+    if found is None:
+        return None
+    out, lse = found
+    lse = padded_rows(lse).narrow(2, 0, out.shape[1])
+    return out.transpose(1, 2) if heads_first else out, lse
 
 
 def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
@@ -565,10 +624,24 @@ def _bias_partials(
     return B * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
 
 
-def _filled(grads: Sequence[Tensor] | None, found: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The library's gradients in the memory that the caller wants them in."""
+def _by_library_bwd(
+    grads: Sequence[Tensor] | None,
+    dout: Tensor,
+    qkv: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    softmax: Softmax,
+    heads_first: bool,
+) -> Sequence[Tensor] | None:
+    """The library's gradients, in the memory that the caller wants them in; None: not by it."""
+    if heads_first:
+        dout, out, *qkv = (x.transpose(1, 2) for x in (dout, out, *qkv))
+    found = sdpa_backward(dout, qkv, out, lse, softmax.scale, softmax.is_causal)
+    if found is None:
+        return None
     if grads is None:
-        return [x.contiguous() for x in found]
+        found = [x.contiguous() for x in found]
+        return [x.transpose(1, 2) for x in found] if heads_first else found
     for grad, x in zip(grads, found, strict=True):
         grad.copy_(x)
     return grads
@@ -583,53 +656,69 @@ def launch_bwd(
     softmax: Softmax,
     dbias: Tensor | None = None,
     packed: tuple[Tensor, Tensor] | None = None,
+    heads_first: bool = False,
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
     Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
     which no mask takes.
-    grads: None: contiguous ones are allocated.
+    grads: None, where heads_first alone: they are allocated, as (B, T, H, D) contiguous.
     dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
         mask.
-    qkv, softmax: as for `launch_fwd`; out and lse as it left them, in any layout.
+    qkv, softmax, heads_first: as for `launch_fwd`; out and lse as it left them, in any layout.
     packed: dqkv and qkv, whose views they are.
     """
     q, k, v = qkv
-    out = aligned(out)  # a hook on saved tensors may have brought back any layout
-    scale, seed, packing = softmax.scale, softmax.seed, softmax.packing
-    device, *fields = _layouts((dout, q, k, v), q, k.shape[1], softmax)
-    is_expanded = min(map(min, fields[3])) == 0
-    if is_expanded and _is_fused_dq(*Layouts(device, *fields).problem()):  # TMA's strides are not 0
-        dout, *qkv = (x.contiguous() for x in (dout, *qkv))
-        return launch_bwd(grads, dout, qkv, out, lse, Softmax(scale), dbias)
-    H, D = q.shape[2:]
-    steps = (H * D,) * 2 if grads is None else (grads[0].stride(1), grads[1].stride(1))
+    T_axis = 2 if heads_first else -3
+    if heads_first:  # a hook on saved tensors may have brought back any layout
+        if out.stride() != tokens_first(out.shape)[1] or not is_aligned(out):
+            out = aligned(out.transpose(1, 2)).transpose(1, 2)
+    else:
+        out = aligned(out)
+    seed, packing = softmax.seed, softmax.packing
+    device, *fields = _layouts(
+        (dout, q, k, v), q, k.shape[T_axis], softmax, matmul_precision(), heads_first
+    )
+    if grads is None:
+        steps = (q.shape[1] * q.shape[3],) * 2
+    else:
+        steps = grads[0].stride(T_axis), grads[1].stride(T_axis)
     layouts = device, dbias is not None, *steps, *fields
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
+    if call.copies:
+        dout, *qkv = (x.contiguous() for x in (dout, *qkv))
+        return launch_bwd(grads, dout, qkv, out, lse, softmax, dbias, None, heads_first)
     if packed is not None and call.of_qkv and call.one_pass is not None:
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
         return packed[0].unbind(2), None
     if call.one_pass is None and call.dq is None and call.fused_dq is None:
-        if dbias is None and (
-            found := sdpa_backward(dout, qkv, out, lse, scale, softmax.is_causal)
-        ):
-            return _filled(grads, found), None
+        if dbias is None:
+            found = _by_library_bwd(grads, dout, qkv, out, lse, softmax, heads_first)
+            if found is not None:
+                return found, None
         call = bwd_call(*layouts, own=True)
-    grads = [x.new_empty(x.shape) for x in qkv] if grads is None else grads
+    if grads is None:
+        made = dict(dtype=q.dtype, device=q.device)
+        grads = [empty_strided(*tokens_first(x.shape), **made) for x in qkv]
     (dq, dk, dv), lse = grads, padded_rows(lse)
+    delta = None
+    if packing is not None:
+        delta = empty_rows(q, packing)
+    elif call.one_pass is None:
+        B, T, H, _ = q.shape
+        delta = _rows((B, T, H) if heads_first else (B, H, T), q.device)
     if call.fused_dq is not None:
-        delta = empty_rows(q)
         call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
         return grads, delta
     sizes, cu_seqlens = (), None
     if packing is not None:
-        sizes, cu_seqlens = (*call.sizes, q.shape[1], lse.stride(0)), packing.cu_seqlens
+        sizes, cu_seqlens = (*call.sizes, q.shape[-3], lse.stride(0)), packing.cu_seqlens
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return grads, None
     assert dbias is None and call.dq is not None
-    mask, delta = _as_bytes(softmax.mask), empty_rows(q, packing)
+    mask = _as_bytes(softmax.mask)
     call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
     for launch in call.dkdv:
         launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)

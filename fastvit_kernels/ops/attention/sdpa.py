@@ -31,6 +31,7 @@ from ...runtime.dispatch import (
     grad_enabled,
 )
 from ...runtime.operator import Route, differentiable, operator
+from ..common.reduction import zeroed
 from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .functions import default_scale, draw_seed, unsupported_scale
@@ -38,15 +39,15 @@ from .launch import Softmax, empty_lse, launch_bwd, launch_fwd, readable
 from .masked import as_four_axes, unsupported_mask
 
 
-def _tokens_first(x: Tensor) -> Tensor:
-    """An uninitialised (B, T, H, D), contiguous, for x (B, H, T, D)."""
+def _empty_like(x: Tensor) -> Tensor:
+    """An uninitialised (B, H, T, D) that lies as (B, T, H, D), contiguous."""
     B, H, T, D = x.shape
-    return x.new_empty((B, T, H, D))
+    return x.new_empty((B, T, H, D)).transpose(1, 2)
 
 
 def _empty_fwd(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = _tokens_first(q)
-    return out.transpose(1, 2), empty_lse(out, mask)
+    out = _empty_like(q)
+    return out, empty_lse(out.transpose(1, 2), mask)
 
 
 def _flops_fwd(q, k):
@@ -65,15 +66,12 @@ def sdpa_fwd(
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, T_q, D) laid out as (B, T_q, H, D), so that joining heads is free; lse."""
-    q, k, v = readable(q, 2), readable(k, 2), readable(v, 2)
-    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    out, lse = launch_fwd(heads, Softmax(scale, dropout_p, seed, mask, is_causal))
-    return out.transpose(1, 2), lse
+    heads = readable(q, 2), readable(k, 2), readable(v, 2)
+    return launch_fwd(heads, Softmax(scale, dropout_p, seed, mask, is_causal), heads_first=True)
 
 
 def _empty_bwd(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_tokens_first(x).transpose(1, 2) for x in (q, k, k))
-    return dq, dk, dv
+    return _empty_like(q), _empty_like(k), _empty_like(k)
 
 
 def _flops_bwd(q, k):
@@ -95,18 +93,17 @@ def _gradients(
     dmask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
-    if out.numel():
-        dout, *heads = (readable(x, token_axis=2).transpose(1, 2) for x in (dout, q, k, v))
-        softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
-        grads, delta = launch_bwd(None, dout, heads, out.transpose(1, 2), lse, softmax)
-        if dmask is not None:
-            assert mask is not None and delta is not None
-            launch_bias_grad(dmask, dout, tuple(heads), lse, delta, mask, softmax)
-    else:
-        grads = [_tokens_first(x).zero_() for x in (q, k, v)]  # keys without a query, perhaps
+    if not out.numel():
         if dmask is not None:
             dmask.zero_()
-    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return zeroed(*_empty_bwd(q, k))  # keys without a query, perhaps
+    dout, heads = readable(dout, 2), (readable(q, 2), readable(k, 2), readable(v, 2))
+    softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
+    (dq, dk, dv), delta = launch_bwd(None, dout, heads, out, lse, softmax, heads_first=True)
+    if dmask is not None:
+        assert mask is not None and delta is not None
+        dout, *views = (x.transpose(1, 2) for x in (dout, *heads))
+        launch_bias_grad(dmask, dout, tuple(views), lse, delta, mask, softmax)
     return dq, dk, dv
 
 

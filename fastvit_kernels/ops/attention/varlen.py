@@ -131,9 +131,8 @@ def varlen_attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Packed (total, 3, H, D) -> out (total, H, D), lse as `empty_rows` lays it out."""
     packing = Packing(cu_seqlens.contiguous(), max_seqlen)
-    heads = readable(qkv, token_axis=0).unsqueeze(0).unbind(2)
-    out, lse = launch_fwd(heads, Softmax(scale, dropout_p, seed, packing=packing))
-    return out.squeeze_(0), lse  # no view of another tensor
+    heads = readable(qkv, token_axis=0).unbind(1)
+    return launch_fwd(heads, Softmax(scale, dropout_p, seed, packing=packing))
 
 
 def _flops_bwd(dout, max_seqlen):
@@ -155,11 +154,11 @@ def varlen_attention_bwd(
 ) -> Tensor:
     """dqkv (total, 3, H, D), contiguous."""
     dqkv = empty_dqkv(qkv)
-    if out.numel() and len(cu_seqlens) > 1:
+    if out.numel() and cu_seqlens.shape[0] > 1:
+        dout, qkv = readable(dout, token_axis=0), readable(qkv, token_axis=0)
         packing = Packing(cu_seqlens.contiguous(), max_seqlen)
-        dout, heads = (readable(x, token_axis=0).unsqueeze(0) for x in (dout, qkv))
-        softmax, grads = Softmax(scale, dropout_p, seed, packing=packing), dqkv.unsqueeze(0)
-        launch_bwd(grads.unbind(2), dout, heads.unbind(2), out.unsqueeze(0), lse, softmax)
+        heads, softmax = qkv.unbind(1), Softmax(scale, dropout_p, seed, packing=packing)
+        launch_bwd(dqkv.unbind(1), dout, heads, out, lse, softmax)
     return dqkv
 
 
