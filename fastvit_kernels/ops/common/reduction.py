@@ -80,7 +80,7 @@ def column_sum(x: Tensor, out: Tensor) -> Tensor:
 
     Args:
         x: (R, N), any dtype, last axis contiguous, any row stride.
-        out: N elements, contiguous, any dtype; written whole, zeros where R is 0.
+        out: N elements in any axes, contiguous, any dtype; written whole, zeros where R is 0.
     Returns: out.
     """
     num_rows, N = x.shape

@@ -277,8 +277,7 @@ def patch_embed_fwd(
 def _empty_bwd_weight(
     dout: Tensor, images: Tensor, patch: Sequence[int], weight_dtype: torch.dtype
 ) -> Tensor:
-    shape = (dout.shape[2], images.shape[1], *patch)
-    return torch.empty(shape, dtype=weight_dtype, device=dout.device)
+    return empty((dout.shape[2], images.shape[1], *patch), weight_dtype, dout.device)
 
 
 class BwdWeightPlan(NamedTuple):
@@ -376,7 +375,7 @@ def patch_embed_bwd_weight(
         partial = torch.empty(shape, dtype=torch.float32, device=dout.device)
     launch(partial, contiguous(dout), images, contiguous(keep))
     if splits > 1:
-        column_sum(partial, dweight.view(-1))
+        column_sum(partial, dweight)
     return dweight
 
 
@@ -412,7 +411,7 @@ def patch_embed_bwd_tokens(
         dtoken = _kept_tokens(dout, num_prefix, num_patches, keep)
     else:
         dtoken = empty((T, C), torch.float32, dout.device)
-        column_sum(dout.view(B, T * C), dtoken.view(-1))
+        column_sum(dout.view(B, T * C), dtoken)
     dbias: Any = None
     dprefix: Any = None
     dpos: Any = None
@@ -422,7 +421,9 @@ def patch_embed_bwd_tokens(
     if prefix_dtype is not None:
         dprefix = dtoken[:num_prefix].to(prefix_dtype, copy=True)
     if pos_dtype is not None:
-        dpos = dtoken[dtoken.shape[0] - num_pos :].to(pos_dtype, copy=True)
+        is_whole = dtoken.shape[0] == num_pos  # nothing else keeps it
+        dpos = dtoken if is_whole else dtoken[dtoken.shape[0] - num_pos :]
+        dpos = dpos.to(pos_dtype, copy=not is_whole)
     return dbias, dprefix, dpos
 
 
@@ -533,6 +534,7 @@ class PatchEmbedSpec(NamedTuple):
     images_dtype: torch.dtype
     weight_dtype: torch.dtype
     dtypes: tuple[torch.dtype | None, ...]  # of bias, prefix_tokens, pos_embed
+    num_patches: int  # of an image
 
 
 class PatchEmbedFunction(torch.autograd.Function):
@@ -587,9 +589,8 @@ class PatchEmbedFunction(torch.autograd.Function):
             dtypes = [t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True)]
             num_prefix = 0 if prefix_shape is None else prefix_shape[-2]
             num_pos = 0 if pos_shape is None else pos_shape[-2]
-            num_patches = math.prod(grid_of(images_shape, patch))
             dbias, dprefix, dpos = patch_embed_bwd_tokens[route](
-                dout, num_prefix, num_patches, num_pos, keep, *dtypes
+                dout, num_prefix, spec.num_patches, num_pos, keep, *dtypes
             )
             dbias = dbias if needs[2] else None
             dprefix = dprefix.view(prefix_shape) if needs[3] else None
@@ -716,6 +717,7 @@ def _decide(
         images_dtype=images.dtype,
         weight_dtype=weight.dtype,
         dtypes=tuple(None if x is None else x.dtype for x in inputs[2:]),
+        num_patches=math.prod(grid_of(images.shape, weight.shape[2:])),
     )
 
 
@@ -760,7 +762,7 @@ def patch_embed(
     inputs = (images, weight, bias, prefix_tokens, pos_embed, keep)
     spec = _decide(*inputs)
     if keep is not None and values_are_checked():
-        check_kept(keep, math.prod(grid_of(images.shape, weight.shape[2:])))
+        check_kept(keep, spec.num_patches)
     if spec.route is None:
         return patch_embed_ref(*inputs)
     if spec.needs_gradient:
