@@ -273,7 +273,7 @@ def linear_fwd(
     kept = row_scale is not None and row_scale.dtype is torch.int64
     y_shape = residual.shape if kept and residual is not None else shape
     if x.numel() == 0:
-        y = x.new_empty(y_shape, dtype=out_dtype)
+        y = empty(y_shape, out_dtype, x.device)
         return y, x.new_empty(shape) if save_z else no_z
     if not (activation or scaled or residual is not None):
         return gemm.product_with_bias(x, weight, bias), no_z
@@ -291,10 +291,10 @@ def linear_fwd(
         z = gemm.product_with_bias(x, weight, bias)
         if plain and residual is not None:
             return z.add_(residual), no_z
-        y = x.new_empty(y_shape, dtype=out_dtype)
+        y = empty(y_shape, out_dtype, x.device)
         epilogue.apply_epilogue(y, z, activation, layer_scale, row_scale, residual, last_bias)
         return y, z if save_z else no_z
-    y = x.new_empty(y_shape, dtype=out_dtype)
+    y = empty(y_shape, out_dtype, x.device)
     z = x.new_empty(shape) if save_z else no_z
     _gemm_with_epilogue(
         plan, y, z, rows, weight, bias, activation, save_z, layer_scale, row_scale, residual

@@ -27,7 +27,7 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 MAX_KINDS = 4096  # of calls an op remembers; a program that passes them starts anew
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_SCALARS = frozenset({type(None), bool, int, float, str, torch.dtype})
+_SCALARS = frozenset({bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (compat.FakeTensor, compat.FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
 _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
@@ -63,11 +63,12 @@ def cached_dispatch(decide: Decide) -> Decide:
         if looked:
             return decide(*args)
         autocast = compat.is_autocast_on() and _autocast_dtypes()
-        # With their classes: 2.0 and True equal 2 and 1, and are other arguments.
-        facts = [chosen, GPUS.absent, grad_enabled(), autocast, *map(type, args)]
+        facts = [chosen, GPUS.absent, grad_enabled(), autocast]
         try:
             for x in args:
-                if x.__class__ in _PLAIN:
+                if x is None:
+                    facts.append(None)
+                elif x.__class__ in _PLAIN:
                     if by_torch:
                         facts += x.layout, x.is_meta
                     elif x.is_neg() or not (x.data_ptr() or x.numel() == 0):
@@ -75,7 +76,7 @@ def cached_dispatch(decide: Decide) -> Decide:
                     # An index stands for its device: a process has one kind of accelerator.
                     facts += x.shape, x.dtype, x.get_device(), x.requires_grad
                 elif x.__class__ in _SCALARS or not isinstance(x, Tensor):
-                    facts.append(x)
+                    facts += x.__class__, x  # 2.0 and True equal 2 and 1, and are other arguments
                 else:
                     raise _Indirect  # a subclass
             kind = tuple(facts)

@@ -128,13 +128,13 @@ def _bound(number: int, grid: tuple[int, ...], *sizes: Any, **options: Any) -> C
         kinds: list[Any] = [driver.active.get_current_device()]
         kinds += knobs.runtime.debug, knobs.compilation.instrumentation_mode
         for x in arguments:  # the quickest way to go about it, as every launch comes here
-            if isinstance(x, Tensor):
-                kinds.append(x.dtype)
-                kinds.append(x.data_ptr() & 15)
-            elif x is None:
+            if x is None:
                 kinds.append(None)
             elif x.__class__ is int:
                 kinds.append(x % 16 if 1 < x < 2**31 else (x,))
+            elif isinstance(x, Tensor):
+                kinds.append(x.dtype)
+                kinds.append(x.data_ptr() & 15)
             elif hasattr(x, "block_shape"):
                 kinds += x.base.dtype, tuple(x.block_shape)
             else:

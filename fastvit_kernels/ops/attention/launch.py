@@ -699,24 +699,29 @@ def launch_bwd(
                 return found, None
         call = bwd_call(*layouts, own=True)
     if grads is None:
-        made = dict(dtype=q.dtype, device=q.device)
-        grads = [empty_strided(*tokens_first(x.shape), **made) for x in qkv]
-    (dq, dk, dv), lse = grads, padded_rows(lse)
-    delta = None
-    if packing is not None:
-        delta = empty_rows(q, packing)
-    elif call.one_pass is None:
-        B, T, H, _ = q.shape
-        delta = _rows((B, T, H) if heads_first else (B, H, T), q.device)
-    if call.fused_dq is not None:
-        call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
-        return grads, delta
+        of_q, of_k, dtype, at = tokens_first(q.shape), tokens_first(k.shape), q.dtype, q.device
+        dq, dk, dv = grads = (
+            empty_strided(*of_q, dtype=dtype, device=at),
+            empty_strided(*of_k, dtype=dtype, device=at),
+            empty_strided(*of_k, dtype=dtype, device=at),
+        )
+    else:
+        dq, dk, dv = grads
+    lse = padded_rows(lse)
     sizes, cu_seqlens = (), None
     if packing is not None:
         sizes, cu_seqlens = (*call.sizes, q.shape[-3], lse.stride(0)), packing.cu_seqlens
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return grads, None
+    if packing is None:
+        B, T, H, _ = q.shape
+        delta = _rows((B, T, H) if heads_first else (B, H, T), q.device)
+    else:
+        delta = empty_rows(q, packing)
+    if call.fused_dq is not None:
+        call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
+        return grads, delta
     assert dbias is None and call.dq is not None
     mask = _as_bytes(softmax.mask)
     call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)

@@ -86,7 +86,7 @@ qkv_attention_fwd = Operator(_in_one, _in_two)
 
 
 def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return empty_dqkv(qkv), qkv.new_empty(qkv.shape[2:].numel(), dtype=bias_dtype)
+    return empty_dqkv(qkv), empty((qkv.shape[2:].numel(),), bias_dtype, qkv.device)
 
 
 @operator(fake=_empty_attention_and_bias_bwd, flops=bwd_flops)

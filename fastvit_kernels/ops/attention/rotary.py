@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import values
-from ...runtime.arguments import compute_dtype, contiguous, needs_gradient
+from ...runtime.arguments import compute_dtype, contiguous, empty, needs_gradient
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import (
     backward_route,
@@ -156,7 +156,7 @@ def _empty_bwd(
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     _, _, _, H, D = qkv.shape
-    dbias = qkv.new_empty((3 * H * D,), dtype=bias_dtype) if needs_dbias else None
+    dbias = empty((3 * H * D,), bias_dtype, qkv.device) if needs_dbias else None
     sums = empty_sums(qkv, D, cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
     return empty_dqkv(qkv), *sums, dbias
 
