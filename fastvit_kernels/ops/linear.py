@@ -207,9 +207,8 @@ def _gemm_with_epilogue(
 
         launch_warp_specialized(plan, y, z, None, x, weight, None, bias, activation)
         return
-    tile_launch(
-        plan,
-        _linear_fwd_kernel,
+    launch = tile_launch(plan, _linear_fwd_kernel, EPILOGUE=follows)
+    launch(
         y,
         z,
         x,
@@ -224,7 +223,6 @@ def _gemm_with_epilogue(
         *weight.stride(),
         sizes.stride_residual_m,
         sizes.keep_scale,
-        EPILOGUE=follows,
     )
     epilogue.copy_dropped(y, pointers, sizes, follows)
 

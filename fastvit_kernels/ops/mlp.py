@@ -211,22 +211,9 @@ def _hidden_gradient(
         z = aligned(z)  # it comes by TMA
         launch_warp_specialized(plan, dz, act, sums, a, b, z, None, activation)
         return dz, partial
-    tile_launch(
-        plan,
-        _mlp_bwd_hidden_kernel,
-        dz,
-        act,
-        partial,
-        a,
-        b,
-        z,
-        M,
-        F,
-        N,
-        *a.stride(),
-        *b.stride(),
-        HIDDEN=Hidden(activation, act is not None, sum_dz),
-    )
+    hidden = Hidden(activation, act is not None, sum_dz)
+    launch = tile_launch(plan, _mlp_bwd_hidden_kernel, HIDDEN=hidden)
+    launch(dz, act, partial, a, b, z, M, F, N, *a.stride(), *b.stride())
     return dz, partial
 
 

@@ -128,7 +128,7 @@ def test_gemm_keeps_user_allocator(monkeypatch):
         triton.set_allocator(users)
         for config in (TMA_PAIR, PERSISTENT):
             plan = gemm.tile_plan(config, a, b)
-            gemm.tile_launch(plan, Kernel(plan), a)
+            gemm.tile_launch(plan, Kernel(plan))(a)
 
     context = contextvars.copy_context()
     context.run(in_a_context_of_its_own)

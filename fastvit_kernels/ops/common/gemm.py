@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -215,8 +216,8 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")  # torch aligns to 512 bytes
 
 
-def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> None:
-    """Launch a kernel as planned, on the current device.
+def tile_launch(plan: TilePlan, kernel: Any, **flags: Any) -> Callable[..., None]:
+    """The launch of a kernel as planned, to be called at once, with tensors and sizes.
 
     A kernel that builds descriptors writes them into memory that Triton asks of the allocator of
     the current context. Ours is set in a copy of that context: the user's own stays what it was,
@@ -227,12 +228,11 @@ def tile_launch(plan: TilePlan, kernel: Any, *arguments: Any, **flags: Any) -> N
     if launch is None:
         launch = bind_launch(kernel, (plan.programs,), **flags, TILE=plan.tile, **plan.options)
         plan.launches[key] = launch
-    if plan.tile.DESCRIPTORS and not INTERPRETED:
-        context = contextvars.copy_context()
-        context.run(triton.set_allocator, _scratch)
-        context.run(launch, *arguments)
-    else:
-        launch(*arguments)
+    if not plan.tile.DESCRIPTORS or INTERPRETED:
+        return launch
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, _scratch)
+    return functools.partial(context.run, launch)
 
 
 @triton.jit
