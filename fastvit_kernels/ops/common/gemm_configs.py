@@ -193,6 +193,12 @@ GATED_TABLE = ConfigTable("gated_mlp_hidden", (LIBRARY, TMA_STORES), _library, _
 
 
 @launch_plan
+def hidden_config(gpu: Gpu, M: int, F: int, N: int, dtype: torch.dtype) -> GemmConfig:
+    """What `HIDDEN_TABLE` chooses for the hidden gradient, (M, N) times (N, F)."""
+    return HIDDEN_TABLE.choose(gpu, *gemm_key(M, F, N, dtype))
+
+
+@launch_plan
 def gated_config(gpu: Gpu, M: int, F: int, K: int, dtype: torch.dtype) -> GemmConfig:
     """What `GATED_TABLE` chooses for gate and value, (M, K) times (K, F) each."""
     return GATED_TABLE.choose(gpu, *gemm_key(M, F, K, dtype))
