@@ -624,6 +624,23 @@ def _bias_partials(
     return B * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
 
 
+def _empty_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv (B, H, T, D) that lie as (B, T, H, D)."""
+    of_q, of_k, dtype, device = tokens_first(q.shape), tokens_first(k.shape), q.dtype, q.device
+    return (
+        empty_strided(*of_q, dtype=dtype, device=device),
+        empty_strided(*of_k, dtype=dtype, device=device),
+        empty_strided(*of_k, dtype=dtype, device=device),
+    )
+
+
+def _delta(q: Tensor, packing: Packing | None, heads_first: bool) -> Tensor:
+    if packing is not None:
+        return empty_rows(q, packing)
+    B, T, H, _ = q.shape
+    return _rows((B, T, H) if heads_first else (B, H, T), q.device)
+
+
 def _by_library_bwd(
     grads: Sequence[Tensor] | None,
     dout: Tensor,
@@ -662,28 +679,23 @@ def launch_bwd(
 
     Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
     which no mask takes.
-    grads: None, where heads_first alone: they are allocated, as (B, T, H, D) contiguous.
-    dbias: (bias_partials(q), 3 H D) fp32; its column sums become those of dq, dk and dv. Without a
-        mask.
+    grads: None, where heads_first alone: allocated, as (B, T, H, D) contiguous.
+    dbias: (bias_partials(q), 3 H D) fp32, without a mask: its column sums are those of dq, dk, dv.
     qkv, softmax, heads_first: as for `launch_fwd`; out and lse as it left them, in any layout.
     packed: dqkv and qkv, whose views they are.
     """
     q, k, v = qkv
-    T_axis = 2 if heads_first else -3
-    if heads_first:  # a hook on saved tensors may have brought back any layout
-        if out.stride() != tokens_first(out.shape)[1] or not is_aligned(out):
-            out = aligned(out.transpose(1, 2)).transpose(1, 2)
-    else:
-        out = aligned(out)
+    T_axis, of_q = (2, tokens_first(q.shape)) if heads_first else (-3, layout(q.shape))
+    # a hook on saved tensors may have brought back any layout
+    if out.stride() != of_q[1] or not is_aligned(out):
+        out = aligned(out.transpose(1, 2)).transpose(1, 2) if heads_first else aligned(out)
     seed, packing = softmax.seed, softmax.packing
     device, *fields = _layouts(
         (dout, q, k, v), q, k.shape[T_axis], softmax, matmul_precision(), heads_first
     )
-    if grads is None:
-        steps = (q.shape[1] * q.shape[3],) * 2
-    else:
-        steps = grads[0].stride(T_axis), grads[1].stride(T_axis)
-    layouts = device, dbias is not None, *steps, *fields
+    dq_step = of_q[1][2] if grads is None else grads[0].stride(T_axis)
+    dk_step = dq_step if grads is None else grads[1].stride(T_axis)
+    layouts = device, dbias is not None, dq_step, dk_step, *fields
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if call.copies:
@@ -693,20 +705,11 @@ def launch_bwd(
         call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
         return packed[0].unbind(2), None
     if call.one_pass is None and call.dq is None and call.fused_dq is None:
-        if dbias is None:
-            found = _by_library_bwd(grads, dout, qkv, out, lse, softmax, heads_first)
-            if found is not None:
-                return found, None
+        given = grads, dout, qkv, out, lse, softmax, heads_first
+        if dbias is None and (found := _by_library_bwd(*given)) is not None:
+            return found, None
         call = bwd_call(*layouts, own=True)
-    if grads is None:
-        of_q, of_k, dtype, at = tokens_first(q.shape), tokens_first(k.shape), q.dtype, q.device
-        dq, dk, dv = grads = (
-            empty_strided(*of_q, dtype=dtype, device=at),
-            empty_strided(*of_k, dtype=dtype, device=at),
-            empty_strided(*of_k, dtype=dtype, device=at),
-        )
-    else:
-        dq, dk, dv = grads
+    dq, dk, dv = grads = _empty_gradients(q, k) if grads is None else grads
     lse = padded_rows(lse)
     sizes, cu_seqlens = (), None
     if packing is not None:
@@ -714,11 +717,7 @@ def launch_bwd(
     if call.one_pass is not None:
         call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
         return grads, None
-    if packing is None:
-        B, T, H, _ = q.shape
-        delta = _rows((B, T, H) if heads_first else (B, H, T), q.device)
-    else:
-        delta = empty_rows(q, packing)
+    delta = _delta(q, packing, heads_first)
     if call.fused_dq is not None:
         call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
         return grads, delta

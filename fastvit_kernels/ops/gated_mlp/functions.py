@@ -393,12 +393,11 @@ def gated_mlp_bwd(
     del rows  # before x and dx take memory
     shape, layers = epilogue.rows_shape(dy, row_scale), [fc1] if value is None else [fc1, gate]
     dx, dfc1, dgate = _fc1_bwd(found, layers, F, x, shape, dx_dtype)
-    dnorms = [
-        None
-        if to is None
-        else column_sum(_columns(found[1], found[2].stride + i * F, F), empty((F,), to, dy.device))
-        for i, to in enumerate(dnorm_dtypes)
-    ]
+    dnorms: list[Any] = [None, None]
+    for i, to in enumerate(dnorm_dtypes):
+        if to is not None:
+            dnorms[i] = empty((F,), to, dy.device)
+            column_sum(_columns(found[1], found[2].stride + i * F, F), dnorms[i])
     return dx, *dfc1, *dfc2[:2], *dgate, *dnorms, dfc2[2]  # pyright: ignore[reportReturnType]
 
 
