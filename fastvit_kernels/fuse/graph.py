@@ -16,12 +16,13 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .dynamo import module_path
 from .views import (
@@ -226,6 +227,7 @@ class Graph:
     ) -> Node:
         """A call before root. `like`: the node whose dtype, shape, strides and need of a gradient
         it must give, or Decline; strides cost a copy where they differ."""
+        args, kwargs = tree_map_only(SymInt, lambda s: self.size(s, root), (args, kwargs))
         given, named = torch.fx.map_arg((args, kwargs), val)
         region = root.meta["region"]
         with self.fake_mode, region.entered():
@@ -240,6 +242,13 @@ class Graph:
         self.made.append(n)
         self.order[n] = self.order[root] - 0.5
         return n if like is None else self.laid_out(root, n, like)
+
+    def size(self, size: SymInt, root: Node) -> Node:
+        """The node before root that gives a dynamic size: a graph has no other word for it."""
+        before = takewhile(lambda n: n is not root, self.graph.nodes)
+        found = next((n for n in before if isinstance(val(n), SymInt) and eq(val(n), size)), None)
+        need(found is not None, "a dynamic size that the graph does not compute")
+        return found  # type: ignore[return-value]
 
     @staticmethod
     def check_alike(n: Node, like: Node) -> None:

@@ -328,6 +328,22 @@ def test_a_whole_vit():
     assert result.rules["qkv_attention"] >= 4 and len(result.reports) <= 2
 
 
+def test_a_mask_of_windows_in_any_batch():
+    """Queries and keys are scaled to length 1, so that attention alone is one op."""
+
+    def cosine(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x.reshape(-1, 4, C))
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+        by_image = scores.view(-1, 2, H, 4, 4) + kit.table[None, :2, None, :4, :4]
+        return kit.o(join(by_image.view(scores.shape).softmax(-1) @ v))
+
+    def images_of(batch: int) -> Any:
+        return lambda: (seeded(batch, 8, C),)
+
+    result = check(Host("windows", cosine, images_of(2), calls=2, again=images_of(3)))
+    assert result.share == 1.0 and len(result.reports) == 2, result.left
+
+
 def chosen_kernels(attend: Any) -> Any:
     def forward(kit: Kit, x: Tensor) -> Tensor:
         q, k, v = (split(layer(x)) for layer in (kit.q, kit.k, kit.v))
