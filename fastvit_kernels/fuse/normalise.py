@@ -309,9 +309,10 @@ class Propagate(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_checkpoint(target):
             return Propagate(args[0], self.mode).run(*args[1:])
-        # Some operators take symbolic sizes in Python alone: upsample_bilinear2d
-        symbolic = any(isinstance(x, SymInt) for x in tree_leaves((args, kwargs)))
-        with enable_python_dispatcher() if symbolic else nullcontext():
+        # Some operators take symbolic sizes, or images of a symbolic batch, in Python alone
+        in_python = "upsample" in getattr(target, "__name__", "")
+        in_python |= any(isinstance(x, SymInt) for x in tree_leaves((args, kwargs)))
+        with enable_python_dispatcher() if in_python else nullcontext():
             return super().call_function(target, args, kwargs)
 
 
