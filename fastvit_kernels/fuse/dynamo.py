@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from ..runtime.compat import num_modes
@@ -110,6 +111,31 @@ def forget(code: CodeType) -> None:
     except ImportError:
         return
     reset_code(code)
+
+
+def let_batch_vary(code: CodeType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Have the graphs of a code object `called(*args, **kwargs)` take any batch of two or more.
+
+    The batch is the first axis of the first tensor; all arguments with as many there vary with it.
+    Where a forward uses the number itself, Dynamo guards it as ever. Gone: torch's own rule, a
+    second graph at the second batch size.
+    """
+    given = [(f"L['args'][{i}]", x) for i, x in enumerate(args)]
+    given += [(f"L['kwargs']['{name}']", x) for name, x in kwargs.items()]
+    tensors = [(name, x) for name, x in given if type(x) is Tensor and x.ndim and not x.is_nested]
+    if not tensors:
+        return
+    batch = tensors[0][1].shape[0]
+    varying = {name: _FIRST_AXIS for name, x in tensors if x.shape[0] == batch}
+    try:
+        from torch._dynamo.code_context import code_context
+
+        code_context.get_context(code)["dynamism"] = {"args": varying, "kwargs": varying}
+    except (ImportError, AttributeError):
+        return
+
+
+_FIRST_AXIS = (True, *[False] * 63)  # of as many axes as a tensor may have
 
 
 def watch_limits(tell: Callable[[str, FrameType], None]) -> None:

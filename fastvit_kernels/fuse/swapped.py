@@ -185,12 +185,13 @@ class Swapped:
     def first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Threads that come at once wait: each would make a graph of its own."""
         with self.lock:
-            compiled = self.compiled or self.compile()
+            compiled = self.compiled or self.compile(args, kwargs)
             out = compiled(*args, **kwargs)
             self.compiled = compiled
         return out
 
-    def compile(self) -> Callable[..., Any]:
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """torch.compile of the host's method, before its first call, with these arguments."""
         try:
             from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 
@@ -199,6 +200,8 @@ class Swapped:
             backend = functools.partial(_compile_graph, self.settings, self.calls)
             entry = _entry(self)
             self.entry = entry.__name__
+            if self.settings.compiler == "eager":
+                dynamo.let_batch_vary(entry.__code__, args, kwargs)
             weakref.finalize(self, dynamo.forget, entry.__code__).atexit = False
             return torch.compile(entry, backend=backend)
         except (ImportError, AttributeError) as error:

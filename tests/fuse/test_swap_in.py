@@ -159,8 +159,9 @@ def test_a_swapped_model_is_freed_with_its_graphs(regional):
         kept.append(alive(FakeTensor))
         assert gone() is None
     assert alive(GraphModule) <= graphs
-    # torch keeps a fake of each input of a graph; a graph's results would be many more
-    assert kept[2] - kept[1] <= 3 * len(list(vit().parameters()))
+    # torch keeps fakes of each input of a graph; a graph's results would be many more
+    inputs = len([*vit().parameters(), images()])
+    assert kept[2] - kept[1] <= 3 * inputs
 
 
 # Other entrances (trap 6).
@@ -411,11 +412,85 @@ def test_a_limit_behind_a_graph_break_is_no_silence_either():
     assert status(model).limits == ["the model: recompile_limit = 3"]
 
 
-def test_other_batches_are_one_more_graph():
+def made_graphs():
+    return dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@ways
+def test_any_batch_of_two_or_more_is_one_graph(regional):
+    model, host = swapped_and_host(regional=regional)
+    assert_same_step(model, host, images(4))
+    made = made_graphs()
+    for batch in (3, 2, 8):
+        assert_same_step(model, host, images(batch))
+    assert made_graphs() == made == graphs(model) and status(model).recompiles == 0
+    assert_same_step(model, host, images(1))  # torch makes graphs of one image apart
+    assert_same_step(model, host, images(5))
+    assert made_graphs() == 2 * made
+
+
+def test_one_image_first_is_no_more_graphs():
     model, host = swapped_and_host()
-    for batch in (2, 3, 5, 8):
+    for batch in (1, 2, 5, 1):
         assert_same(model(images(batch)), host(images(batch)))
-    assert graphs(model) == 2 and status(model).recompiles == 1
+    assert made_graphs() == 2
+
+
+def test_any_batch_by_name_and_in_eval_mode():
+    model, host = swapped_and_host()
+    for batch in (2, 3):
+        assert_same(model(x=images(batch)), host(images(batch)))
+    assert made_graphs() == 1
+    for m in (model, host):
+        m.eval()
+    for batch in (3, 2, 4):
+        assert_same(model(x=images(batch)), host(images(batch)))
+    assert made_graphs() == 2
+
+
+class OfAnySize(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(nn.functional.interpolate(x, (24, 24), mode="bicubic"))
+
+
+def test_images_that_the_forward_resizes_are_of_any_batch():
+    model, host = swapped_and_host(OfAnySize(3, 8, 8, 8))
+    for batch in (2, 3, 5):
+        assert_same(model(images(batch)), host(images(batch)))
+    assert made_graphs() == 1
+
+
+class EachByItself(nn.Linear):
+    def forward(self, x):
+        return torch.stack([super(EachByItself, self).forward(row) for row in x])
+
+
+def test_a_forward_that_counts_its_batch_is_the_same():
+    model, host = swapped_and_host(EachByItself(8, 8))
+    with no_warning():
+        for batch in (3, 2, 3, 5):
+            x = torch.randn(batch, 4, 8)
+            assert_same(model(x), host(x))
+    assert made_graphs() == 3
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).view(len(x), -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask)
+
+
+def test_a_mask_with_as_many_rows_as_images_is_no_batch():
+    model, host = swapped_and_host(Masked())
+    mask = torch.randn(4, 4)
+    for batch in (4, 3, 6):
+        x = torch.randn(batch, 4, 16)
+        assert_same(model(x, mask), host(x, mask))
+    assert made_graphs() == 1 and status(model).share == 1.0
 
 
 class Resized(nn.Module):
@@ -866,6 +941,7 @@ def test_a_first_call_in_many_threads():
         "torch._guards.CompileContext.current_compile_id",
         "torch._dynamo.eval_frame._debug_get_cache_entry_list",
         "torch._dynamo.config.recompile_limit",
+        "torch._dynamo.code_context.code_context",
         "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",
         "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals",
     ],
@@ -876,6 +952,9 @@ def test_without_an_interface_all_is_the_same_but_what_it_told(name):
         "torch._guards.CompileContext.current_compile_id": ours.compile_under_way,
         "torch._dynamo.eval_frame._debug_get_cache_entry_list": lambda: ours.limit_met(code),
         "torch._dynamo.config.recompile_limit": lambda: ours.limit_met(code),
+        "torch._dynamo.code_context.code_context": (
+            lambda: ours.let_batch_vary(code, (images(),), {})
+        ),
         "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": ours.outer_compile,
         "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals": (
             ours.in_foreign_mode
