@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import Layout, aligned, empty, empty_strided, is_aligned, layout
+from ...runtime.arguments import Layout, aligned, empty_strided, is_aligned, layout
 from ...runtime.backend import INTERPRETED, Gpu, gpu
 from ...runtime.compat import matmul_precision
 from ...runtime.configs import Key, launch_plan
 from ...runtime.dtypes import DTYPE_NAMES
 from ...runtime.triton import VERSION, bind_launch, triton
-from ...runtime.values import bits_must_repeat
 from ..common.gemm import is_unpipelined, needs_fence
 from . import backward_one_pass, configs, forward
 from .backward_one_pass import _attention_bwd_one_pass_kernel
@@ -371,6 +370,7 @@ class BwdCall(NamedTuple):
     of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
     fused_dq: Callable[..., None] | None = None
     copies: bool = False  # TMA reads no expanded tensor: contiguous ones must come
+    partials: Layout | None = None  # of the bias gradient, fp32; None: the sums are dqkv's own
 
 
 @launch_plan
@@ -400,14 +400,21 @@ def bwd_call(
     own: bool = False,
     of_qkv: bool = False,
 ) -> BwdCall:
-    """Arguments: whether columns are summed too, strides by token, the fields of `Layouts`, whether
-    ours must run, whether q, k and v are packed, and contiguous, as is dout."""
+    """Arguments: whether there is a bias, strides by token, the fields of `Layouts`, whether
+    ours must run, whether q, k and v are packed, and contiguous, as is dout.
+
+    The sums of the bias gradient come in rows of partials: one for each part of a sample's queries
+    in one pass, in the Gluon kernels for each warp. In the split form's dq kernel they would halve
+    the warps, in five products at D > 64 there is no memory.
+    """
     layouts = Layouts(gpu, *fields).tokens_first()
+    (B, _, H, D), dbias = layouts.shape, dbias and layouts.dropout_p == 0
+    of_warps = layout((8 * B, 3 * H * D)) if dbias else None
     if of_qkv and _is_in_turns(*layouts.problem()):
         from .backward_pingpong import bwd_pingpong
 
         launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
-        return BwdCall(launch, None, (), (), of_qkv=True)
+        return BwdCall(launch, None, (), (), of_qkv=True, partials=of_warps)
     if _is_fused_dq(*layouts.problem()):
         from .backward_fused_dq import bwd_fused_dq
 
@@ -415,12 +422,15 @@ def bwd_call(
             return BwdCall(None, None, (), (), copies=True)
         grads = dq_stride, dk_stride
         launch = bwd_fused_dq(layouts.shape, layouts.strides, *grads, layouts.scale, gpu.num_sms)
-        return BwdCall(None, None, (), (), fused_dq=launch)
+        return BwdCall(None, None, (), (), fused_dq=launch, partials=of_warps if D <= 64 else None)
     one_pass, split = bwd_launch(*layouts.problem(), dbias, own=own)
     if one_pass is not None:
         assert layouts.mask is None
         launch = one_pass.bind(layouts, dq_stride, dk_stride, has_mask=False)
-        return BwdCall(launch, None, (), one_pass.sizes)
+        tiles: backward_one_pass.Tiles = one_pass.options["TILES"]
+        parts = sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
+        partials = layout((B * parts, 3 * H * D)) if dbias else None
+        return BwdCall(launch, None, (), one_pass.sizes, partials=partials)
     if not split:
         return BwdCall(None, None, (), ())
     dq, *dkdv = split
@@ -516,7 +526,7 @@ def fwd_flops(qkv: Any) -> int:
 
 def empty_dqkv(qkv: Tensor) -> Tensor:
     """Contiguous, whatever the strides of packed qkv are."""
-    return empty(qkv.shape, qkv.dtype, qkv.device)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
 def bwd_flops(dout: Any) -> int:
@@ -599,31 +609,6 @@ def _by_library(
     return out.transpose(1, 2) if heads_first else out, lse
 
 
-def bias_partials(q: Tensor, has_dropout: bool, of_qkv: bool = False) -> int:
-    """Rows of partials that `launch_bwd` can leave of the bias gradient, 0 where it cannot: one for
-    each part of a sample's queries in one pass, in the Gluon kernels for each warp. In the split
-    form's dq kernel they would halve the warps, in five products at D > 64 there is no memory."""
-    if has_dropout:
-        return 0
-    given = gpu(q.device), of_qkv, bits_must_repeat(), q.dtype, q.shape, matmul_precision()
-    return _bias_partials(*given)
-
-
-@launch_plan
-def _bias_partials(
-    gpu: Gpu, of_qkv: bool, own: bool, dtype: torch.dtype, shape: tuple[int, ...], precision: str
-) -> int:
-    B, T, _, _ = shape
-    problem = gpu, dtype, shape, T, "none", False, precision
-    if (of_qkv and _is_in_turns(*problem)) or (shape[3] <= 64 and _is_fused_dq(*problem)):
-        return 8 * B
-    one_pass, _ = bwd_launch(*problem, own=own)
-    if one_pass is None:
-        return 0
-    tiles: backward_one_pass.Tiles = one_pass.options["TILES"]
-    return B * sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
-
-
 def _empty_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv (B, H, T, D) that lie as (B, T, H, D)."""
     of_q, of_k, dtype, device = tokens_first(q.shape), tokens_first(k.shape), q.dtype, q.device
@@ -671,62 +656,59 @@ def launch_bwd(
     out: Tensor,
     lse: Tensor,
     softmax: Softmax,
-    dbias: Tensor | None = None,
     packed: tuple[Tensor, Tensor] | None = None,
+    has_bias: bool = False,
     heads_first: bool = False,
-) -> tuple[Sequence[Tensor], Tensor | None]:
+) -> tuple[Sequence[Tensor], Tensor | None, Tensor | None]:
     """Fill dq, dk, dv: (B, T, H, D) views whose heads are D apart; dk and dv of equal strides.
 
-    Returns them and delta (B, H, T_q) fp32 in padded rows: None in one pass and by the library,
-    which no mask takes.
+    Returns them; delta (B, H, T_q) fp32 in padded rows, None in one pass and by the library; and
+    where has_bias (R, 3 H D) fp32 of the same column sums, None where no kernel made them.
     grads: None, where heads_first alone: allocated, as (B, T, H, D) contiguous.
-    dbias: (bias_partials(q), 3 H D) fp32, without a mask: its column sums are those of dq, dk, dv.
-    qkv, softmax, heads_first: as for `launch_fwd`; out and lse as it left them, in any layout.
-    packed: dqkv and qkv, whose views they are.
+    qkv, softmax, heads_first: as for `launch_fwd`; out, lse: its own, in a layout of any hook's.
+    packed: dqkv and qkv, whose views they are. has_bias: without a mask.
     """
-    q, k, v = qkv
+    (q, k, v), seed, packing = qkv, softmax.seed, softmax.packing
     T_axis, of_q = (2, tokens_first(q.shape)) if heads_first else (-3, layout(q.shape))
-    # a hook on saved tensors may have brought back any layout
     if out.stride() != of_q[1] or not is_aligned(out):
         out = aligned(out.transpose(1, 2)).transpose(1, 2) if heads_first else aligned(out)
-    seed, packing = softmax.seed, softmax.packing
-    device, *fields = _layouts(
-        (dout, q, k, v), q, k.shape[T_axis], softmax, matmul_precision(), heads_first
-    )
+    given = (dout, q, k, v), q, k.shape[T_axis], softmax, matmul_precision(), heads_first
+    device, *fields = _layouts(*given)
     dq_step = of_q[1][2] if grads is None else grads[0].stride(T_axis)
     dk_step = dq_step if grads is None else grads[1].stride(T_axis)
-    layouts = device, dbias is not None, dq_step, dk_step, *fields
+    layouts = device, has_bias, dq_step, dk_step, *fields
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if call.copies:
         dout, *qkv = (x.contiguous() for x in (dout, *qkv))
-        return launch_bwd(grads, dout, qkv, out, lse, softmax, dbias, None, heads_first)
-    if packed is not None and call.of_qkv and call.one_pass is not None:
-        call.one_pass(packed[0], dbias, dout, packed[1], out, padded_rows(lse))
-        return packed[0].unbind(2), None
+        return launch_bwd(grads, dout, qkv, out, lse, softmax, None, has_bias, heads_first)
     if call.one_pass is None and call.dq is None and call.fused_dq is None:
         given = grads, dout, qkv, out, lse, softmax, heads_first
-        if dbias is None and (found := _by_library_bwd(*given)) is not None:
-            return found, None
+        if (found := _by_library_bwd(*given)) is not None:
+            return found, None, None
         call = bwd_call(*layouts, own=True)
-    dq, dk, dv = grads = _empty_gradients(q, k) if grads is None else grads
-    lse = padded_rows(lse)
-    sizes, cu_seqlens = (), None
+    grads = _empty_gradients(q, k) if grads is None else grads
+    of_sums = call.partials
+    partial = of_sums and empty_strided(*of_sums, dtype=torch.float32, device=q.device)
+    (dq, dk, dv), lse, of_packing = grads, padded_rows(lse), (None,)
     if packing is not None:
-        sizes, cu_seqlens = (*call.sizes, q.shape[-3], lse.stride(0)), packing.cu_seqlens
+        of_packing = packing.cu_seqlens, *call.sizes, q.shape[-3], lse.stride(0)
     if call.one_pass is not None:
-        call.one_pass(dq, dk, dv, dbias, dout, q, k, v, out, lse, seed, cu_seqlens, *sizes)
-        return grads, None
+        if packed is not None and call.of_qkv:
+            call.one_pass(packed[0], partial, dout, packed[1], out, lse)
+        else:
+            call.one_pass(dq, dk, dv, partial, dout, q, k, v, out, lse, seed, *of_packing)
+        return grads, None, partial
     delta = _delta(q, packing, heads_first)
     if call.fused_dq is not None:
-        call.fused_dq(*grads, dbias, dout, *qkv, out, lse, delta)
-        return grads, delta
-    assert dbias is None and call.dq is not None
+        call.fused_dq(dq, dk, dv, partial, dout, *qkv, out, lse, delta)
+        return grads, delta, partial
+    assert call.dq is not None
     mask = _as_bytes(softmax.mask)
-    call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, cu_seqlens, *sizes)
+    call.dq(dq, delta, dout, q, k, v, out, lse, mask, seed, *of_packing)
     for launch in call.dkdv:
-        launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, cu_seqlens, *sizes)
-    return grads, delta
+        launch(dk, dv, dout, q, k, v, lse, delta, mask, seed, *of_packing)
+    return grads, delta, None
 
 
 @functools.lru_cache(maxsize=1024)

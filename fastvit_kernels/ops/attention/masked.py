@@ -96,7 +96,7 @@ def masked_attention_bwd(
         return dqkv, dmask.zero_()
     dout, heads = readable(dout), readable(qkv).unbind(2)
     softmax = Softmax(scale, dropout_p, seed, mask)
-    _, delta = launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax)
+    _, delta, _ = launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax)
     if needs_dmask:
         assert delta is not None
         launch_bias_grad(dmask, dout, heads, lse, delta, mask, softmax)

@@ -36,7 +36,7 @@ from ...runtime.operator import REGISTERED, Operator, Route, differentiable, ope
 from ..common.gemm import matmul, product_with_bias
 from ..common.reduction import column_sum
 from .functions import attention_bwd, attention_fwd, check_scores, draw_seed, unsupported_scale
-from .launch import Softmax, bias_partials, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
+from .launch import Softmax, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
 
 
 def qkv_attention_ref(
@@ -105,12 +105,9 @@ def attention_and_bias_bwd(
     if qkv.numel() == 0:
         return dqkv, dbias.zero_()
     dout, qkv = readable(dout), readable(qkv)
-    of_qkv = qkv.is_contiguous() and dout.is_contiguous()
-    rows, columns = bias_partials(out, seed is not None, of_qkv), dbias.shape[0]
-    partial = empty((rows, columns), torch.float32, qkv.device) if rows else None
-    softmax, heads = Softmax(scale, dropout_p, seed), qkv.unbind(2)
-    launch_bwd(dqkv.unbind(2), dout, heads, out, lse, softmax, partial, packed=(dqkv, qkv))
-    column_sum(dqkv.view(-1, columns) if partial is None else partial, dbias)
+    grads, heads, softmax = dqkv.unbind(2), qkv.unbind(2), Softmax(scale, dropout_p, seed)
+    _, _, sums = launch_bwd(grads, dout, heads, out, lse, softmax, (dqkv, qkv), has_bias=True)
+    column_sum(dqkv.view(-1, dbias.shape[0]) if sums is None else sums, dbias)
     return dqkv, dbias
 
 
@@ -136,11 +133,12 @@ def qkv_projection_bwd(
     needs_dx, needs_dweight = needs
     dx: Any = None
     dweight: Any = None
-    dqkv = dqkv.view(-1, weight.shape[0])
+    N, C = weight.shape
+    dqkv = dqkv.view(-1, N)
     if needs_dx:
-        dx = matmul(dqkv, weight).view(x.shape)
+        dx = matmul(dqkv, weight).view_as(x)
     if needs_dweight:
-        dweight = matmul(dqkv.t(), x.reshape(-1, x.shape[-1]), out_dtype=weight_dtype)
+        dweight = matmul(dqkv.t(), x.reshape(-1, C), out_dtype=weight_dtype)
     return dx, dweight
 
 

@@ -99,12 +99,12 @@ def _gradients(
         return zeroed(*_empty_bwd(q, k))  # keys without a query, perhaps
     dout, heads = readable(dout, 2), (readable(q, 2), readable(k, 2), readable(v, 2))
     softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
-    (dq, dk, dv), delta = launch_bwd(None, dout, heads, out, lse, softmax, heads_first=True)
+    grads, delta, _ = launch_bwd(None, dout, heads, out, lse, softmax, heads_first=True)
     if dmask is not None:
         assert mask is not None and delta is not None
         dout, *views = (x.transpose(1, 2) for x in (dout, *heads))
         launch_bias_grad(dmask, dout, tuple(views), lse, delta, mask, softmax)
-    return dq, dk, dv
+    return tuple(grads)  # pyright: ignore[reportReturnType]
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
