@@ -419,11 +419,11 @@ def patch_embed_bwd_tokens(
         dbias = column_sum(dtoken[num_prefix:], empty((C,), bias_dtype, dout.device))
     # Copies, never views: two parameters' .grad must not share memory.
     if prefix_dtype is not None:
-        dprefix = dtoken[:num_prefix].to(prefix_dtype, copy=True)
+        dprefix = as_dtype(dtoken.narrow_copy(0, 0, num_prefix), prefix_dtype)
     if pos_dtype is not None:
-        is_whole = dtoken.shape[0] == num_pos  # nothing else keeps it
-        dpos = dtoken if is_whole else dtoken[dtoken.shape[0] - num_pos :]
-        dpos = dpos.to(pos_dtype, copy=not is_whole)
+        others = dtoken.shape[0] - num_pos  # without any, nothing else keeps dtoken
+        dpos = dtoken.narrow_copy(0, others, num_pos) if others else dtoken
+        dpos = as_dtype(dpos, pos_dtype)
     return dbias, dprefix, dpos
 
 
@@ -593,8 +593,8 @@ class PatchEmbedFunction(torch.autograd.Function):
                 dout, num_prefix, spec.num_patches, num_pos, keep, *dtypes
             )
             dbias = dbias if needs[2] else None
-            dprefix = dprefix.view(prefix_shape) if needs[3] else None
-            dpos = dpos.view(pos_shape) if needs[4] else None
+            dprefix = dprefix.view(*prefix_shape) if needs[3] else None
+            dpos = dpos.view(*pos_shape) if needs[4] else None
         return dimages, dweight, dbias, dprefix, dpos, None, None
 
 
