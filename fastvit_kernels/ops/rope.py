@@ -110,7 +110,12 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@operator(fake=lambda q: (q.new_empty(q.shape), q.new_empty(q.shape)))
+def _empty_like(x: Tensor) -> Tensor:
+    """Contiguous, whatever the strides of x are."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@operator(fake=lambda q: (_empty_like(q), _empty_like(q)))
 def rope_fwd(
     q: Tensor,
     k: Tensor,
@@ -127,7 +132,7 @@ def rope_fwd(
     transpose: bool,
 ) -> tuple[Tensor, Tensor]:
     """q and k (B, T, H, D), normed and turned; turned back where `transpose`. Contiguous."""
-    out = q.new_empty(q.shape), q.new_empty(q.shape)
+    out = _empty_like(q), _empty_like(q)
     norms = (q_norm_weight, q_norm_bias, k_norm_weight, k_norm_bias)
     q = q if q.stride(-1) == 1 else q.contiguous()
     k = k if k.stride(-1) == 1 else k.contiguous()
@@ -160,7 +165,7 @@ def _empty_bwd(
     needs_dtables: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     sums = empty_sums(q, q.shape[-1], cos, param_dtype, needs_dparams, table_dtype, needs_dtables)
-    return q.new_empty(q.shape), q.new_empty(q.shape), *sums
+    return _empty_like(q), _empty_like(q), *sums
 
 
 @operator(fake=_empty_bwd)
