@@ -31,7 +31,6 @@ from ..runtime.arguments import (
     check_int,
     check_shape,
     check_tensor,
-    contiguous,
     needs_gradient,
 )
 from ..runtime.dispatch import (
@@ -204,7 +203,7 @@ def rope_bwd(
         _rows(k),
         tables_of(cos, sin),
         Rotation(interleaved, prefix_tokens, norm, eps),
-        tuple(map(contiguous, norms)),
+        norms,
         dparams,
         dtables,
     )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime import values
-from ...runtime.arguments import compute_dtype, contiguous, empty, needs_gradient
+from ...runtime.arguments import compute_dtype, empty, needs_gradient
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import (
     backward_route,
@@ -213,7 +213,7 @@ def rope_attention_bwd(
         k,
         tables_of(cos, sin),
         Rotation(interleaved, prefix_tokens, norm, eps),
-        tuple(map(contiguous, norms)),
+        norms,
         dparams,
         dtables,
     )

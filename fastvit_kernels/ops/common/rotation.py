@@ -621,7 +621,7 @@ def rotate_bwd(
     Args:
         dx: of equal strides; may be dy itself.
         q, k: as they came; read for a norm and for the tables' gradients.
-        norms: weight and bias of q, of k; contiguous.
+        norms: weight and bias of q, of k.
         dparams: (4, D): dweight and dbias of q's norm, then of k's; or None.
         dtables: (2, ...), contiguous: of cos and of sin; or None.
     """
@@ -632,6 +632,7 @@ def rotate_bwd(
         return
     assert q is not None and k is not None
     D, (cos, sin), needs_dparams = q.shape[-1], tables, dparams is not None
+    norms = tuple(map(contiguous, norms))
     table = cos.shape, cos.stride()
     strides = tuple([x.stride() for x in (dx[0], *dy, q, k)])
     call = gpu(q.device), q.shape, table, strides, rotation
