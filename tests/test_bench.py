@@ -19,10 +19,8 @@ from bench_stand_ins import (
 import fastvit_kernels as fk
 from bench import measure, report
 from bench.measure import measure_op
-from bench.models import Case
 from bench.ops import OPS, SEARCH, Draw, Provider, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
-from fastvit_kernels.measure.timer import spread
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -58,22 +56,6 @@ def test_every_provider_of_an_op_runs_and_is_right(name):
 def test_layer_norm_in_low_precision(dtype):
     rows = list(measure_op(OPS["layer_norm"], TINY, dtype, ("fwd",), ("ours",), bench()))
     assert [(r.provider, r.status, r.note) for r in rows] == [("eager", OK, ""), ("ours", OK, "")]
-
-
-def test_flops_and_bytes_by_hand():
-    attention, mlp = OPS["attention"], OPS["mlp"]
-    # B H = 2 matrices of T x T = 25 with D = 8: q k^T and p v, 2 FLOP a product
-    assert attention.flops(TINY, "fwd") == 2 * (2 * 2 * 25 * 8)
-    # qkv 3 and out 1 of 5 x 16 in bf16, lse of 2 x 5 in fp32
-    assert attention.bytes(TINY, "bf16", "fwd") == 4 * 80 * 2 + 10 * 4
-    assert mlp.flops(TINY, "both") == 3 * (2 * 5 * 16 * 32 * 2)
-    # sequences of 2 and 16 tokens: 4 + 256 pairs a head, 2 products of D = 8; 18 tokens
-    varlen, two = OPS["varlen_attention"], replace(TINY, B=2, T=16, variant="spread")
-    assert varlen.flops(two, "fwd") == 2 * (2 * 2 * (4 + 256) * 8)
-    assert varlen.bytes(two, "bf16", "fwd") == 4 * 18 * 16 * 2 + 2 * 18 * 4
-    # timm's ViT-B at 224: 17.6 GMAC an image
-    forward = Case("B", 224, 1, mode="infer").flops
-    assert forward == pytest.approx(35.1e9, rel=0.01)
 
 
 def broken(right: bool = False) -> Provider:
@@ -220,11 +202,6 @@ def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypa
     assert rows[0].ms == 1.0 and rows[0].speedup is None and "not compared" in rows[0].note
 
 
-def test_median_and_percentiles():
-    assert spread([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (3.0, 2.0, 5.0)
-    assert spread([7.0]) == (7.0, 7.0, 7.0)
-
-
 def measured_roofs(timer):
     return [measure.measure_roof(roof, CPU, timer) for roof in measure.planned_roofs()]
 
@@ -297,23 +274,6 @@ def test_shares_of_the_nearer_roof():
     assert ROOFS.share(1.0, 1e3, 1e7, "fp32") == ("copy", pytest.approx(1.0))
     assert ROOFS.share(2.0, 1e8, 1e2, "fp32") == ("matmul", pytest.approx(0.5))
     assert ROOFS.share(1.0, 1.0, 1.0, "fp8") == ("", None)
-
-
-def test_an_op_resets_the_compiler_once_and_meets_the_search(monkeypatch):
-    resets, modes = [], []
-    monkeypatch.setattr("torch.compiler.reset", lambda: resets.append(1))
-
-    def compiles(function, dynamic, mode=None):
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr("torch.compile", compiles)
-    names = ("compile", "compile-max-autotune")
-    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd",), names, bench()))
-    assert [r.provider for r in rows] == ["eager", *names] and {r.status for r in rows} == {OK}
-    assert modes == [None, "max-autotune-no-cudagraphs"] and len(resets) == 1
-    list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd",), (), bench()))
-    assert len(resets) == 1
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.compiles])

@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from bench_stand_ins import (
     CPU,
-    TINY,
     FakeTimer,
     few_rounds,  # noqa: F401, a fixture by its name
     stub_task,
@@ -22,12 +20,10 @@ from bench_stand_ins import (
 import fastvit_kernels as fk
 from bench import host, measure, ops, plan, run
 from bench.__main__ import build_parser, main
-from bench.models import Case
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
-from bench.rows import ERROR, OK, Results, Row, read_rows
+from bench.rows import ERROR, Results, Row, read_rows
 from bench.run import Machine
-from fastvit_kernels.measure.timer import DeviceLost
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.triton import HAS_TRITON
 
@@ -172,60 +168,6 @@ def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path
     assert main([*words, "--resume"], machine) == 0
 
 
-class Rehearsed(FakeTimer):
-    """One provider of ours raises while it is timed. All is timed on the stream of captures."""
-
-    work, inside = None, False
-
-    @contextmanager
-    def stream(self):
-        self.inside = True
-        yield
-        self.inside = False
-
-    def sample(self, run, count, flush):
-        assert self.inside
-        if self.work is not None and self.work.current == "ours-stored":
-            raise RuntimeError("no kernel image")
-        return super().sample(run, count, flush)
-
-
-def test_the_targets_from_the_command_to_the_table(monkeypatch, tmp_path, capsys):
-    """All but the GPU is real: tasks, gate, turns, rows, verdicts, a resume after a lost device."""
-    pytest.importorskip("timm")
-    case = Case("tiny", 16, 2, "bf16", "infer")
-    found = [plan.op_target(OPS[op], TINY, ("fwd", "bwd")) for op in ("layer_norm", "mlp")]
-    found.append(plan.vit_target(case, ("eager", "swapped"), (), 5.0))
-    monkeypatch.setattr(plan, "targets", lambda shapes: found)
-    machine, _, words = stand_in(monkeypatch, tmp_path)
-    words, timer, lost = ["targets", *words[1:]], Rehearsed(), [DeviceLost("gone")]
-    machine.make_timer = lambda: timer
-    make_bench, measure_vit = run.Bench, plan.models.measure_vit
-
-    def bench(*given):
-        timer.work = make_bench(*given)
-        return timer.work
-
-    def loses_it_once(case, names, bench):
-        bench.at_work("swapped")
-        if lost:
-            raise lost.pop()
-        return measure_vit(case, names, bench)
-
-    monkeypatch.setattr(run, "Bench", bench)
-    monkeypatch.setattr(plan.models, "measure_vit", loses_it_once)
-    assert main(words, machine) == 1
-    assert main([*words, "--resume"], machine) == 1  # what raised is wrong
-    assert "\ntarget " in capsys.readouterr().out
-    rows = {(r.op, r.provider, r.mode): r for r in read_rows(tmp_path / "out")}
-    for mode in ("fwd", "bwd"):
-        assert rows["layer_norm", "ours", mode].status == rows["mlp", "eager", mode].status == OK
-    assert rows["mlp", "ours", "fwd"].speedup == 1.0
-    assert rows["mlp", "ours-stored", "fwd"].note == "RuntimeError: no kernel image"
-    assert rows["vit", "swapped", "infer"].note == "the process of a former run ended here"
-    assert rows["vit", "eager", "infer"].status == OK
-
-
 def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
     """They take ten seconds there, in each of the processes."""
     left = []
@@ -260,18 +202,6 @@ def test_an_op_has_the_modes_of_ops():
     """`attention --mode train` would measure nothing and end well."""
     with pytest.raises(SystemExit):
         build_parser().parse_args(["attention", "--mode", "train"])
-
-
-def test_a_budget_keeps_seconds_for_what_ends_a_run(monkeypatch, tmp_path):
-    left = []
-
-    def measured(names, bench):
-        left.append(signal.getitimer(signal.ITIMER_REAL)[0])
-        yield from ()
-
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=measured)])
-    main(words, machine)
-    assert 0 < left[0] <= 500 - run.RESERVE
 
 
 def test_roofs_are_measured_once(monkeypatch, tmp_path):

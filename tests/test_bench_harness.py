@@ -81,15 +81,6 @@ def test_a_provider_runs_in_its_context_whenever_it_is_timed():
     assert len(seen) > 2 * ROUNDS and all(seen)
 
 
-def test_the_provider_at_work_is_named_at_every_turn():
-    """By its name alone a lost GPU or a killed process is explained."""
-    work, names = bench(), []
-    work.note = names.append
-    measured(plain("other", norm), work=work)
-    # the gate, the warm-up, then the turns
-    assert names == ["eager", "other"] * (2 + ROUNDS)
-
-
 @pytest.mark.parametrize("turns", [0, 2])
 @pytest.mark.parametrize(
     ("error", "status"), [(torch.OutOfMemoryError("full"), MEMORY), (ValueError("bad"), ERROR)]

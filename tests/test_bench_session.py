@@ -176,35 +176,12 @@ def test_resume_measures_only_what_is_missing(tmp_path):
     assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 5.0, "ours": 1.0}
 
 
-def test_an_interrupt_loses_no_row(tmp_path):
-    def interrupted(names, bench):
-        yield Row("mlp", "eager", "a", "bf16", "both", ms=1.0)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks([stub_task("a", run=interrupted)], bench(), Results(tmp_path, False), Clock(None))
-    assert [r.provider for r in read_rows(tmp_path)] == ["eager"]
-
-
 def test_a_killed_process_does_not_try_the_same_again(tmp_path):
     task = stub_task("a")
     with Results(tmp_path, False).trying(task.keys):
         again = Results(tmp_path, True)  # another process, after a SIGKILL
     assert {r.status for r in again.rows.values()} == {TIMEOUT} and len(again.rows) == 2
     assert "ended here" in read_rows(tmp_path)[0].note
-    assert not (tmp_path / bench_rows.TRYING).exists()
-
-
-def test_of_a_killed_process_the_provider_at_work_is_given_up(tmp_path):
-    task = stub_task("a", providers=("eager", "ours", "ours-split"))
-    results, work = Results(tmp_path, False), bench()
-    work.note = results.note
-    with results.trying(task.keys):
-        work.at_work("eager")
-        work.at_work("ours")
-        again = Results(tmp_path, True)  # another process, after a SIGKILL
-        assert [(r.provider, r.status) for r in again.rows.values()] == [("ours", TIMEOUT)]
-    work.at_work("ours-split")  # no case is at work
     assert not (tmp_path / bench_rows.TRYING).exists()
 
 
