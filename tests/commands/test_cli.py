@@ -177,18 +177,6 @@ def test_attention_maps_writes_one_png_a_layer(tmp_path, photo, name, global_poo
             assert len(image.convert("RGB").getcolors(1 << 24)) > 100
 
 
-def test_options_of_attention_maps_are_values():
-    words = ["depth=2", "class_token=False", "rate=0.5", "global_pool=avg", "x=True", "y=[1, 2]"]
-    assert dict(map(attention_maps._option, words)) == {
-        "depth": 2,
-        "class_token": False,
-        "rate": 0.5,
-        "global_pool": "avg",
-        "x": True,
-        "y": [1, 2],
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "mean", "std"),
     [

@@ -7,7 +7,6 @@ the kernels in the interpreter, and all of them on a GPU.
 from __future__ import annotations
 
 import gc
-import sys
 import tracemalloc
 from dataclasses import replace
 from functools import partial
@@ -66,16 +65,6 @@ def test_five_hundred_steps(precision):
         assert swapped.tensors_grown <= 0 and swapped.bytes_grown <= 2**20
     difference = abs(sum(hosts) - sum(swaps)) / SEEDS
     assert difference <= max(long_run.spread(hosts), long_run.spread(swaps)), (hosts, swaps)
-
-
-def test_the_command_of_the_long_run(monkeypatch, capsys):
-    words = ["--steps", "4", "--seeds", "2", "--size", "tiny", "--backend", "torch"]
-    monkeypatch.setattr(sys, "argv", ["long_run.py", *words])
-    assert long_run.main() == 0
-    out = capsys.readouterr().out
-    rows = [line for line in out.splitlines() if line.startswith(("| fp32", "| bf16"))]
-    assert len(rows) == 4
-    assert "fp32: mean" in out and "spread over 2 seeds" in out
 
 
 def test_steps_leave_nothing_in_the_memory_of_python():

@@ -139,11 +139,6 @@ def test_a_number_out_of_range_is_one_line(command, flag, kind, capsys):
         assert stop.value.code == 2 and line.startswith(f"{program} {command}: argument {flag}")
 
 
-def test_limits_are_of_flags_that_are_there():
-    flags = {flag for _, flag, _ in _numbers()}
-    assert {name.split()[-1] for name in (*INTS, *FLOATS)} <= flags
-
-
 def test_which_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -73,23 +73,6 @@ def test_timm_through_the_kernels(what):
     assert_accurate(through_kernels, reference, {"x": rand(2, 9, C), **parameters})
 
 
-@pytest.mark.parametrize("what", TIMM)
-def test_timm_torch_backend_float64(what):
-    host, own = (module.double().train() for module in _pair(what))
-    upstream = rand(2, 9, C, dtype=torch.float64, seed=3, grad=False)
-    results = []
-    for module in (host, own):
-        x = rand(2, 9, C, dtype=torch.float64)
-        with backend("torch"):
-            y = module(x)
-        y.backward(upstream)
-        grads = {name: p.grad for name, p in module.named_parameters()}
-        results.append({"y": y.detach(), "x": x.grad, **grads})
-    assert results[0].keys() == results[1].keys()
-    for name, wanted in results[0].items():
-        torch.testing.assert_close(results[1][name], wanted, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("what", ["GluMlp", "SwiGLUPacked", "SwiGLU-align8"])
 def test_gated_mlp_layer_hooks(what):
     """With a hook on each layer: the same numbers, and every hook runs."""
