@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +34,6 @@ def _imported(node):
     return set()
 
 
-def absolute_imports(package):
-    """Imports of the package by its own name, which would break it under another name."""
-    for file in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if package.name in _imported(node):
-                yield f"{file.relative_to(package)}:{node.lineno}"
-
-
 def _at_import(statements):
     """Statements that run when their module is imported: no function bodies, no type checking."""
     for node in statements:
@@ -64,28 +55,8 @@ def eager_imports(package):
                 yield f"{file.relative_to(package)}:{node.lineno} {name}"
 
 
-def hidden_modules(package):
-    """Modules that something else of the same name hides from `from package import name`."""
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if found.name.endswith("__main__"):
-            continue
-        module = importlib.import_module(found.name)
-        parent, _, name = found.name.rpartition(".")
-        if getattr(importlib.import_module(parent), name) is not module:
-            yield found.name
-
-
-def test_imports_inside_the_package_are_relative():
-    assert not list(absolute_imports(PACKAGE))
-
-
 def test_optional_packages_are_imported_when_they_are_needed():
     assert not [line for line in eager_imports(PACKAGE) if line.partition(":")[0] not in EAGER]
-
-
-def test_nothing_hides_a_module_of_its_own_name():
-    pytest.importorskip("timm")  # timm_layers is imported too
-    assert not list(hidden_modules(fastvit_kernels))
 
 
 def test_every_public_name_is_there():
