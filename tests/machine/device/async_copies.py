@@ -62,7 +62,7 @@ def pending(group) -> Pending:
     return group.pending
 
 
-@instruction("cp.async.{ca,cg}.shared.global[.L2::128B]")
+@instruction("cp.async.{ca,cg}.shared.global")
 def copy_async(op: Op) -> Run:
     """cp.async [to], [from], size, used: from byte `used` on, zeros."""
     to, source = op.address(0), op.address(1, "b64")
@@ -107,15 +107,7 @@ def commit_group(op: Op) -> Run:
     return run
 
 
-@instruction("cp.async.wait_group", "cp.async.wait_all")
+@instruction("cp.async.wait_group")
 def wait_group(op: Op) -> Run:
-    most = int(op.operands[0], 0) if op.operands else 0
-
-    def run(group):
-        state = pending(group)
-        if not op.operands:
-            state.committed.append((state.open, np.ones(len(group.chunk.blocks), bool)))
-            state.open = []
-        state.wait(group, most, group.whole_blocks(op))
-
-    return run
+    most = int(op.operands[0], 0)
+    return lambda group: pending(group).wait(group, most, group.whole_blocks(op))

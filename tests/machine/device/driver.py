@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -96,7 +96,6 @@ class Machine:
     """What ran, and how: options that tests set.
 
     Attributes:
-        changed: makes another text of a kernel's PTX before it runs, for faults to plant.
         launches: of each kernel.
         seconds: of execution, by kernel.
         early: wgmma reads its operands at the issue instead of at the wait.
@@ -105,9 +104,7 @@ class Machine:
     """
 
     target: str
-    changed: Callable[[str, str], str] | None = None
     order: int = 0
-    watches: bool = True
     early: bool = False
     notes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
@@ -130,8 +127,6 @@ class Machine:
             tensors: the memory that it may touch.
         """
         name = metadata.name
-        if self.changed is not None:
-            text = self.changed(name, text)
         program = _program(text)
         scratch = _scratch(metadata, grid)
         values = [0 if x is None else x for x in (*values, scratch, None)]
@@ -152,7 +147,6 @@ class Machine:
                 memory,
                 metadata.shared,
                 self.order,
-                watches=self.watches,
                 early=self.early,
             )
             launch.run()

@@ -51,7 +51,6 @@ class Launch:
     shared_bytes: int
     order: int = 0  # of the groups of warps that part: 0 in turns, 1 the other way round
     chunk_threads: int = CHUNK_THREADS
-    watches: bool = True  # for races
     early: bool = False  # wgmma reads its operands at the issue instead of at the wait
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -87,9 +86,7 @@ class Chunk:
     def __init__(self, launch: Launch, blocks: Array):
         self.launch, self.program, self.blocks = launch, launch.program, blocks
         self.warps = launch.program.threads // LANES
-        self.shared = SharedMemory(
-            len(blocks), launch.shared_bytes, self.warps * launch.watches, self.program.grain
-        )
+        self.shared = SharedMemory(len(blocks), launch.shared_bytes, self.warps, self.program.grain)
         self.races: Races | None = self.shared.races
         self.groups = [Group(self, np.arange(self.warps), self._registers())]
         self.extra: dict[str, Any] = {}

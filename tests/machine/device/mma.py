@@ -37,7 +37,7 @@ def _stack(group, r, reads) -> Array:
 
 @instruction(
     "mma.sync.aligned.m16n8k16.row.col.f32.{f16.f16,bf16.bf16}.f32",
-    "mma.sync.aligned.m16n8k8.row.col.f32.{tf32.tf32,f16.f16,bf16.bf16}.f32",
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32",
 )
 def multiply_matrices(op: Op) -> Run:
     d, type = op.destinations(), op.parts[7]

@@ -213,7 +213,6 @@ class Program:
         self.branch_targets: dict[str, list[str]] = {}  # of brx.idx, by the label of the list
         self.blocks: list[list[Op]] = [[]]
         self.shared_symbols: dict[str, int] = {}
-        self.static_shared = 0  # bytes of variables in shared memory that have a size
         before, _, rest = text.partition(".entry ")
         if not rest:
             raise MachineError("there is no .entry in this PTX")
@@ -382,11 +381,6 @@ class Program:
                     inner = f"{name}@{names['']}" if "" in names else name
                     names[name] = inner
                     self.new_slot(inner, match[1])
-        elif match := re.match(r"\.shared (?:\.align (\d+) )?\.b8 (\w+)\[(\d+)\]", text):
-            align = int(match[1] or 1)
-            start = -(-self.static_shared // align) * align
-            self.shared_symbols[match[2]] = SHARED_BASE + start
-            self.static_shared = start + int(match[3])
         elif text.startswith(".branchtargets"):
             targets = split_operands(text.removeprefix(".branchtargets"))
             self.branch_targets[self._last_label] = targets

@@ -103,7 +103,6 @@ class Product:
     a: Tile | list[Array]  # or its registers
     b: Tile
     keeps: Array  # of each block whether D is added to
-    sign: int
     blocks: Array  # that issued it
     todo: Array  # of those whose product is not computed yet
 
@@ -240,8 +239,6 @@ def _multiply(group, products: list[Product], blocks: Array) -> None:
             a = _from_registers(group, [p.a for p in products], type, chosen)  # pyright: ignore
         b = _from_shared(group, [p.b for p in products], type, chosen, like)
         total = np.ascontiguousarray(a.swapaxes(-1, -2)) @ b
-        if products[0].sign < 0:
-            total = -total
         keeps = products[0].keeps[chosen]
         if keeps.all():
             accumulator.value[chosen] += total
@@ -261,7 +258,6 @@ def _compute(group, products: list[Product], blocks: Array) -> None:
             and (
                 product.accumulator is first.accumulator
                 and product.keeps.all()
-                and product.sign == first.sign
                 and isinstance(product.a, Tile) == isinstance(first.a, Tile)
                 and (not isinstance(product.a, Tile) or product.a.mn_major == first.a.mn_major)  # pyright: ignore
                 and product.b.mn_major == first.b.mn_major
@@ -307,11 +303,12 @@ def _shared_or_registers(op: Op, place: int, mn_major: bool, rows: int):
     *(f"wgmma.mma_async.sync.aligned.m64n{n}k8.f32.tf32.tf32" for n in range(8, 257, 8)),
 )
 def multiply_async(op: Op) -> Run:
-    """D, A, B, whether D is added to, sign of A, of B, [A is MN-major,] [B is MN-major]."""
+    """D, A, B, whether D is added to, 1, 1, [A is MN-major,] [B is MN-major]."""
     slots, type, op.width = tuple(op.destinations()), op.type, 16
     columns = 2 * len(slots)
-    signs, flags = [int(x) for x in op.operands[4:6]], [x == "1" for x in op.operands[6:]]
-    in_registers = op.operands[1].startswith("{")
+    flags, in_registers = [x == "1" for x in op.operands[6:]], op.operands[1].startswith("{")
+    if op.operands[4:6] != ("1", "1"):
+        raise MachineError("a product of the negative", op)
     if len(flags) != (0 if type == "tf32" else 2 - in_registers):
         raise MachineError("operands too many or too few", op)
     read_a = _shared_or_registers(op, 1, len(flags) == 2 and flags[0], 64)
@@ -338,7 +335,6 @@ def multiply_async(op: Op) -> Run:
             read_a(group),
             read_b(group),
             adds | ~blocks,
-            signs[0] * signs[1],
             blocks,
             blocks,
         )
@@ -512,7 +508,6 @@ def _part(product: Product, blocks: Array) -> Product:
         product.a,
         product.b,
         product.keeps,
-        product.sign,
         product.blocks & blocks,
         product.todo,
     )
