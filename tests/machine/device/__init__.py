@@ -33,7 +33,7 @@ To add an instruction, register its full name:
         return run
 
 `op.pure(compute)` does all of that where each thread works for itself. A file of instructions joins
-FAMILIES in driver.py. What such a function can reach:
+the imports of driver.py. What such a function can reach:
 
 op         .operands (texts) .items(i) (the parts of braces) .slot(text) .destinations(i)
            .read(i, type) .reader(text, type) .address(i, type) -> functions of `registers`

@@ -27,7 +27,7 @@ from fastvit_kernels.runtime.compat import active_driver
 from fastvit_kernels.runtime.triton import triton
 from tests.machine.aot import TARGETS
 
-from . import (
+from . import (  # noqa: F401, each registers its instructions
     arithmetic,
     async_copies,
     control,
@@ -49,22 +49,6 @@ from .tensor_copies import host_map
 
 # Arguments whose rows are longer than their tensors', with padding that the kernels fill in.
 PADDED = ("lse_ptr", "delta_ptr")
-
-FAMILIES = (
-    arithmetic,
-    async_copies,
-    control,
-    global_memory,
-    mbarriers,
-    mma,
-    proxies,
-    roles,
-    shared_memory,
-    stmatrix,
-    tensor_copies,
-    warps,
-    wgmma,
-)
 
 
 @dataclass

@@ -45,12 +45,6 @@ def fence_async_proxy(op: Op) -> Run:
     return run
 
 
-def cells_of(races: Races, pieces: Array) -> Array:
-    """The detector's cells of pieces of 16 bytes, by their numbers."""
-    each = 16 // races.grain
-    return (pieces[..., None] * each + np.arange(each)).reshape(-1)
-
-
 def check_read(races: Races, row: int, cells, warps: Array, op: Op) -> None:
     """wgmma or TMA is about to read cells on behalf of these warps."""
     clock = races.clock[row, warps].min(0)

@@ -14,13 +14,13 @@ memory are read at the issue (`Launch.early`) or at the wait: the hardware may r
 it likes between, so both runs must be right.
 
 B always, and A unless it is in registers, are tiles in shared memory that a descriptor of 64 bits
-names. In units of 16 bytes, with span = 8, 4, 2, 1 for a swizzle of 128, 64, 32 bytes, none:
+names. In units of 16 bytes, with span = 8, 4, 2 for a swizzle of 128, 64, 32 bytes; none is used:
 
     bits 0-13   address               K-major   row r, half c of the 32 bytes of K, c = 0, 1:
-    bits 16-29  leading offset LBO              (r % 8) span + (r // 8) SBO + c (none: c LBO)
+    bits 16-29  leading offset LBO              (r % 8) span + (r // 8) SBO + c
     bits 32-45  stride offset SBO     MN-major  eight rows j, column k of K:
     bits 62-63  swizzle                         j % span + (j // span) LBO + (k % 8) span
-                                                + (k // 8) SBO (none: LBO and SBO exchanged)
+                                                + (k // 8) SBO
 
 The swizzle exchanges units by the bits of the final address: unit ^= (unit >> 3) & (span - 1).
 """
@@ -40,7 +40,7 @@ from .program import SHARED_BASE, Op
 from .registry import Run, instruction
 from .values import F32, U32, Array
 
-SPANS = {0: 1, 1: 8, 2: 4, 3: 2}  # units of 16 bytes in a row of the swizzle, by bits 62-63
+SPANS = {1: 8, 2: 4, 3: 2}  # units of 16 bytes in a row of the swizzle, by bits 62-63
 
 
 @lru_cache(16384)
@@ -49,18 +49,16 @@ def tile_units(descriptor: int, rows: int, mn_major: bool) -> Array:
 
     Returns: (rows, 2), or where it is MN-major (16, rows // 8).
     """
+    if descriptor >> 49 & 7 or not descriptor >> 62:
+        raise NotImplementedError("a base offset in a descriptor of shared memory, or no swizzle")
     address, span = descriptor & 0x3FFF, SPANS[descriptor >> 62]
     leading, stride = descriptor >> 16 & 0x3FFF, descriptor >> 32 & 0x3FFF
-    if descriptor >> 49 & 7:
-        raise NotImplementedError("a base offset in a descriptor of shared memory")
     if mn_major:
         k, j = np.arange(16)[:, None], np.arange(rows // 8)
-        if span == 1:
-            leading, stride = stride, leading
         unit = j % span + j // span * leading + k % 8 * span + k // 8 * stride
     else:
         r, c = np.arange(rows)[:, None], np.arange(2)
-        unit = r % 8 * span + r // 8 * stride + c * (leading if span == 1 else 1)
+        unit = r % 8 * span + r // 8 * stride + c
     unit = address + unit
     unit ^= (unit >> 3) & (span - 1)
     return unit - SHARED_BASE // 16
