@@ -156,57 +156,15 @@ class Work:
     guessed: bool  # a trip count is not known
 
 
-def _scale(dynamic: float, static: float, otherwise: float) -> float:
-    return dynamic / static if static else otherwise
+class _Launch(NamedTuple):
+    """What decides how often a launch's programs run each block, and what hides their waits."""
 
-
-def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
-    """Iterations of the loop of these blocks between a load and the wait for it."""
-    ops = [op for b in blocks for op in ptx.blocks[b].ops]
-    pending = [int(op.operands[0]) for op in ops if op.name == "cp.async.wait_group"]
-    if not pending:
-        return max(num_stages - 1, 0)
-    groups = sum(op.name == "cp.async.commit_group" for op in ops)
-    return min(pending) / max(groups, 1)
-
-
-def _side_by_side(
-    found: Sequence[Group],
-    num_warps: int,
-    arguments: Sequence[int | None],
-    grid: Sequence[int],
-    roof: Roof,
-    num_stages: int,
-    resident: int,
-) -> Work:
-    """The work of a launch whose groups of warps run side by side, as of an average warp.
-
-    Units have the work of all groups. The chain is that of the longest that multiplies: the others
-    hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
-    """
-    each = [
-        _work(
-            regions,
-            role.ptx,
-            arguments,
-            grid,
-            roof,
-            num_stages,
-            resident,
-            None,
-            role.thread,
-            role.warps,
-        )
-        for role, regions in found
-    ]
-    share = [role.warps / num_warps for role, _ in found]
-    return Work(
-        {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
-        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
-        sum(w.multiply_adds for w in each),
-        sum(w.bytes_moved for w in each),
-        any(w.guessed for w in each),
-    )
+    arguments: Sequence[int | None]
+    grid: tuple[int, ...]  # three numbers
+    roof: Roof
+    num_stages: int
+    resident: int
+    trips: int | None
 
 
 def work(
@@ -224,84 +182,116 @@ def work(
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
     kernel's regions is taken as often as PTX runs that class there. `trips` as for `executions`.
     """
+    launch = _Launch(arguments, (*grid, 1, 1)[:3], roof, num_stages, resident, trips)
     found = [part for part in parts if isinstance(part, Group)]
     if found:
-        return _side_by_side(found, ptx.num_warps, arguments, grid, roof, num_stages, resident)
+        return _side_by_side(found, ptx.num_warps, launch)
     own = [part for part in parts if isinstance(part, Region)]
-    return _work(own, ptx, arguments, grid, roof, num_stages, resident, trips, 0, ptx.num_warps)
+    return _of_warps(own, ptx, launch, 0, ptx.num_warps)
 
 
-def _work(
-    parts: Sequence[Region],
-    ptx: Ptx,
-    arguments: Sequence[int | None],
-    grid: Sequence[int],
-    roof: Roof,
-    num_stages: int,
-    resident: int,
-    trips: int | None,
-    thread: int,
-    num_warps: int,
+def _side_by_side(found: Sequence[Group], num_warps: int, launch: _Launch) -> Work:
+    """The work of a launch whose groups of warps run side by side, as of an average warp.
+
+    Units have the work of all groups. The chain is that of the longest that multiplies: the others
+    hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
+    """
+    each = [_of_warps(own, role.ptx, launch, role.thread, role.warps) for role, own in found]
+    share = [role.warps / num_warps for role, _ in found]
+    return Work(
+        {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
+        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
+        sum(w.multiply_adds for w in each),
+        sum(w.bytes_moved for w in each),
+        any(w.guessed for w in each),
+    )
+
+
+def _of_warps(
+    parts: Sequence[Region], ptx: Ptx, launch: _Launch, thread: int, num_warps: int
 ) -> Work:
     """Of `num_warps` warps, whose branches are this thread's."""
-    grid = (*grid, 1, 1)[:3]
-    programs = math.prod(grid)
-    sampled = sorted({int(i * 0.6180339887 % 1.0 * programs) for i in range(PROGRAMS)} | {0})
-    runs, copied = [0.0] * len(ptx.blocks), 0.0
-    guessed = False
-    for i in sampled:
-        program = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
-        run = ptx.executions(arguments, program, grid, thread, trips)
-        runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
-        copied += 32 * run.copied / len(sampled)
-        guessed |= run.guessed
-    blocks = ptx.work
-    cycles: dict[str, float] = dict.fromkeys(UNITS, 0.0)
-    chain = float(START)
+    runs, copied, guessed = _average_runs(ptx, launch, thread)
+    chain, cycles = float(START), dict.fromkeys(UNITS, 0.0)
     multiply_adds, bytes_moved = 0.0, num_warps * copied
     for region in parts:
-        fields = ("instructions", "special", "fp32", "integer", "shared_bytes", "barriers")
-        static = {f: sum(getattr(blocks[b][0], f) for b in region.blocks) for f in fields}
-        dynamic = {
-            f: sum(runs[b] * getattr(blocks[b][0], f) for b in region.blocks) for f in fields
-        }
-        usual = _scale(dynamic["instructions"], static["instructions"], 0.0)
-        times = {f: _scale(dynamic[f], static[f], usual) for f in fields}
-        own: dict[str, float] = unit_cycles(region.counts, roof)
-        own["issue"] *= times["instructions"]
-        own["MUFU"] *= times["special"]
-        own["fp32"] *= times["fp32"]
-        own["ALU"] *= times["integer"]
-        own["shared"] = region.counts.shared_bytes / 32 * times["shared_bytes"]
-        own["tensor"] = waited = hgmma = 0.0
-        loads = 0.0
+        own, spent = _of_region(region, ptx, runs, launch)
+        chain += spent
+        cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}
         for b in region.blocks:
-            counts, moved = blocks[b]
-            own["tensor"] += runs[b] * product_cycles(counts.products, roof)
-            own["shared"] += runs[b] * (counts.operand_bytes + counts.async_bytes) / 32
-            waited += runs[b] * product_cycles(
-                [p for p in counts.products if p[0] == "HGMMA"], roof
-            )
-            hgmma += runs[b] * counts.hgmma
+            counts, moved = ptx.work[b]
             each = sum(
                 M * N * K * n / (4 if kind == "HGMMA" else 1)
                 for kind, M, N, K, n in counts.products
             )
             multiply_adds += runs[b] * num_warps * each
             bytes_moved += runs[b] * (num_warps * (moved.loaded + moved.stored) + moved.bulk)
-            loads += runs[b] * bool(moved.loaded and region.is_loop)
-        waits = _scale(region.counts.waits * hgmma, region.counts.hgmma, 0.0)
-        busiest = max(n if unit != "tensor" else n - waited for unit, n in own.items())
-        rounds = max((runs[b] for b in region.blocks), default=0.0)
-        spent = busiest + waited + WAIT * waits
-        spent += BARRIER * region.counts.barriers * times["barriers"]
-        if region.is_loop and any(blocks[b][1].copied or blocks[b][1].bulk for b in region.blocks):
-            ahead = lead(ptx, region.blocks, num_stages) * spent / max(rounds, 1.0)
-            ahead *= max(resident, 1)
-            spent += rounds * max(0.0, LATENCY - ahead)
-        chain += spent + LATENCY * loads
-        cycles = {unit: cycles[unit] + own[unit] for unit in UNITS}
     return Work(cycles, chain, multiply_adds, bytes_moved, guessed)
+
+
+def _average_runs(ptx: Ptx, launch: _Launch, thread: int) -> tuple[list[float], float, bool]:
+    """How often a program runs each block, the bytes that a warp copies, whether it is a guess."""
+    x, y, z = launch.grid
+    sampled = sorted({int(i * 0.6180339887 % 1.0 * x * y * z) for i in range(PROGRAMS)} | {0})
+    runs, copied, guessed = [0.0] * len(ptx.blocks), 0.0, False
+    for i in sampled:
+        program = i % x, i // x % y, i // (x * y)
+        run = ptx.executions(launch.arguments, program, launch.grid, thread, launch.trips)
+        runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
+        copied += 32 * run.copied / len(sampled)
+        guessed |= run.guessed
+    return runs, copied, guessed
+
+
+def _of_region(
+    region: Region, ptx: Ptx, runs: Sequence[float], launch: _Launch
+) -> tuple[dict[str, float], float]:
+    """Cycles of a region on each unit, and of the chain of one warp in it."""
+    counts, blocks, roof = region.counts, region.blocks, launch.roof
+    usual = _times("instructions", blocks, ptx, runs, 0.0)
+    own = unit_cycles(counts, roof)
+    for unit, field in CLASSES.items():
+        own[unit] *= _times(field, blocks, ptx, runs, usual)
+    own["shared"] = counts.shared_bytes / 32 * _times("shared_bytes", blocks, ptx, runs, usual)
+    own["tensor"] = waited = hgmma = loads = 0.0
+    for b in blocks:
+        here, moved = ptx.work[b]
+        own["tensor"] += runs[b] * product_cycles(here.products, roof)
+        own["shared"] += runs[b] * (here.operand_bytes + here.async_bytes) / 32
+        waited += runs[b] * product_cycles([p for p in here.products if p[0] == "HGMMA"], roof)
+        hgmma += runs[b] * here.hgmma
+        loads += runs[b] * bool(moved.loaded and region.is_loop)
+    spent = max(n if unit != "tensor" else n - waited for unit, n in own.items()) + waited
+    spent += WAIT * counts.waits * hgmma / counts.hgmma if counts.hgmma else 0.0
+    spent += BARRIER * counts.barriers * _times("barriers", blocks, ptx, runs, usual)
+    copies = any(ptx.work[b][1].copied or ptx.work[b][1].bulk for b in blocks)
+    if region.is_loop and copies:
+        rounds = max((runs[b] for b in blocks), default=0.0)
+        ahead = lead(ptx, blocks, launch.num_stages) * spent / max(rounds, 1.0)
+        spent += rounds * max(0.0, LATENCY - ahead * max(launch.resident, 1))
+    return own, spent + LATENCY * loads
+
+
+CLASSES = {"issue": "instructions", "MUFU": "special", "fp32": "fp32", "ALU": "integer"}
+
+
+def _times(
+    field: str, blocks: Sequence[int], ptx: Ptx, runs: Sequence[float], otherwise: float
+) -> float:
+    """How often PTX runs a class of instructions that these blocks have; else `otherwise`."""
+    static = sum(getattr(ptx.work[b][0], field) for b in blocks)
+    dynamic = sum(runs[b] * getattr(ptx.work[b][0], field) for b in blocks)
+    return dynamic / static if static else otherwise
+
+
+def lead(ptx: Ptx, blocks: Sequence[int], num_stages: int) -> float:
+    """Iterations of the loop of these blocks between a load and the wait for it."""
+    ops = [op for b in blocks for op in ptx.blocks[b].ops]
+    pending = [int(op.operands[0]) for op in ops if op.name == "cp.async.wait_group"]
+    if not pending:
+        return max(num_stages - 1, 0)
+    groups = sum(op.name == "cp.async.commit_group" for op in ops)
+    return min(pending) / max(groups, 1)
 
 
 class Modelled(NamedTuple):
