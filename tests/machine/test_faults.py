@@ -148,6 +148,8 @@ def test_hot_loop(compiled):
 def test_products_done_are_counted(compiled):
     tile = 2 * 64 * 64 * 64  # multiply-adds of both products, 1000 programs
     assert compiled["runs"]["products_done"] == pytest.approx([2000 * tile, 9000 * tile])
+    # By mma, and heads twice as wide.
+    assert compiled["spills"]["products_done"] == pytest.approx([4000 * tile, 18000 * tile])
     # Eight warps compute the first of the two twice.
     assert compiled["eight warps"]["products_done"] == pytest.approx([3000 * tile, 13500 * tile])
 

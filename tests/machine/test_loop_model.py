@@ -12,60 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.machine import faults, ptx, sass, scalar
-from tests.machine.loop_model import (
-    BARRIER,
-    LATENCY,
-    LAUNCH,
-    ROOFS,
-    START,
-    WAIT,
-    Region,
-    Work,
-    hot_loop,
-    launch_time,
-    regions,
-    unit_cycles,
-    work,
-)
+from tests.machine.loop_model import ROOFS, Work, launch_time
 from tests.machine.ptx import Ptx
-
-H200 = ROOFS["sm_90"]
-
-# Two nested loops, a padding loop behind the end, and what a warp does in the inner one.
-SASS = """
-.text.kernel:
-        /*0000*/                   S2R R0, SR_CTAID.X ;
-.L_x_1:
-        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
-.L_x_0:
-        /*0020*/                   WARPGROUP.ARRIVE ;
-        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT, gsb0 ;
-        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, R56, gdesc[UR12].tnspB, R24, gsb0 ;
-        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0060*/                   MUFU.EX2 R4, R4 ;
-        /*0070*/                   FFMA.FTZ R5, R4, R4, R5 ;
-        /*0080*/                   LDSM.16.M88.4 R8, [R3] ;
-        /*0090*/                   STS.128 [R3], R8 ;
-        /*00a0*/              @!P1 LDGSTS.E.BYPASS.128 [R3], desc[UR24][R6.64] ;
-        /*00b0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*00c0*/               @P0 BRA `(.L_x_0) ;
-        /*00d0*/              @!P2 BRA `(.L_x_1) ;
-        /*00e0*/                   EXIT ;
-.L_x_7:
-        /*00f0*/                   BRA `(.L_x_7);
-        /*0100*/                   NOP;
-.L_x_8:
-"""
-
-
-def test_sass_loops():
-    code = sass.instructions(SASS)
-    assert len(code) == 17 and code[10].guard == "@!P1"
-    outer, inner = sass.loops(code)
-    assert (outer.first, outer.last) == (0x10, 0xD0) and (inner.first, inner.last) == (0x20, 0xC0)
-    assert [one.kind for one in outer.own] == ["IADD3", "BRA"]
-    assert hot_loop([outer, inner]) is inner and hot_loop([]) is None
-
 
 # A wait stands behind the kernel's end: it jumps back into the loop, and is not another one.
 WAITS = """
@@ -90,17 +38,6 @@ def test_sass_predicated_branch_falls_through(branch):
     text = WAITS.replace("@!P3 BRA", branch)
     outer, spin = sass.loops(sass.instructions(text))
     assert (outer.first, spin.first) == (0x10, 0x60)
-
-
-def test_sass_counts():
-    _, inner = sass.loops(sass.instructions(SASS))
-    counts = sass.count(inner.own)
-    assert counts.products == (("HGMMA", 64, 32, 16, 1), ("HGMMA", 64, 64, 16, 1))
-    assert (counts.instructions, counts.hgmma, counts.waits, counts.barriers) == (11, 2, 1, 1)
-    assert (counts.special, counts.fp32, counts.integer) == (1, 1, 0)
-    assert counts.shared_bytes == 512 + 512 and counts.async_bytes == 512
-    # A quarter of the rows of 32 bytes: 64 + 64 with both operands in shared memory, 32 with one.
-    assert counts.operand_bytes == (64 + 64 + 32) * 32 // 4
 
 
 # for (k = 0; k < cdiv(n, 64); k++) where program 3 of 4 leaves at once.
@@ -165,17 +102,6 @@ def test_ptx_loop_bounds_in_memory(leaves):
         assert run.blocks[first] == trips and not run.guessed
 
 
-def test_ptx_counts():
-    kernel = ptx.Ptx(PTX)
-    (loop,) = [natural.head for natural in kernel.loops]
-    counts = ptx.count(kernel.blocks[loop].ops)
-    assert counts.products == (("HGMMA", 64, 64, 16, 1),)
-    assert counts.operand_bytes == (64 + 64) * 32 // 4
-    assert (counts.special, counts.shared_bytes, counts.async_bytes) == (1, 512, 512)
-    moved = ptx.traffic([op for block in kernel.blocks for op in block.ops])
-    assert (moved.loaded, moved.copied, moved.stored) == (0, 512, 512)
-
-
 @pytest.mark.parametrize(
     ("line", "value"),
     [
@@ -211,71 +137,12 @@ def test_ptx_arithmetic(line, value):
     assert scalar.evaluator(op)(registers) == value
 
 
-DONE = Work({"tensor": 1000.0, "issue": 400.0}, 5000.0, 1e6, 6e5, False)
-
-
-def test_launch_time():
-    """300 programs of 8 warps on 132 SMs: the busiest has 3, whose warps four sub-cores share."""
-    found = launch_time(DONE, H200, programs=300, num_warps=8, resident=1, tensor_bytes=4.3e6)
-    cycle = 1e-3 / H200.ghz
-    assert found.parts == pytest.approx(
-        {
-            "tensor": 1000 * 3 * 2 * cycle,
-            "issue": 400 * 3 * 2 * cycle,
-            "chain": 5000 * 3 * cycle,
-            "L2": 300 * 6e5 / 10240 * cycle,
-            "HBM": 1.0,
-        }
-    )
-    assert found.bound == "L2" and found.multiply_adds == 300e6 and not found.guessed
-    assert found.us == pytest.approx(LAUNCH + sum(x**3 for x in found.parts.values()) ** (1 / 3))
-    two = launch_time(DONE, H200, programs=300, num_warps=8, resident=2, tensor_bytes=4.3e6)
-    assert two.parts["chain"] == pytest.approx(5000 * 2 * cycle)  # 264 at once
-
-
-def test_launch_work_averages_programs():
-    """Program 3 of 4 leaves at once, the others go ten times round: 7.5 rounds on average."""
-    kernel = Ptx(PTX)
-    ((head, _),) = kernel.loops
-    other = [b for b in range(len(kernel.blocks)) if b != head]
-    loop = sass.count(sass.loops(sass.instructions(SASS))[1].own)
-    parts = [Region(sass.count([]), tuple(other), False), Region(loop, (head,), True)]
-    done = work(parts, kernel, [None, 577], (4,), H200, num_stages=3, resident=1)
-    warps, rounds = 4, 7.5
-    assert done.multiply_adds == rounds * warps * 64 * 64 * 16 / 4
-    stored, copied = 0.75 * 512, 0.75 * 2 * 16 * 32  # a warp's; the copies past n are masked
-    assert done.bytes_moved == pytest.approx(warps * (stored + copied))
-    one = unit_cycles(loop, H200)
-    assert done.cycles["MUFU"] == rounds * one["MUFU"] == rounds * 8
-    assert done.cycles["issue"] == pytest.approx(rounds * loop.instructions)
-    tensor = rounds * 64 * 64 * 16 / 4 / 512  # PTX has one product, of 64 columns
-    assert done.cycles["tensor"] == tensor
-    in_shared = loop.shared_bytes + (64 + 64) * 32 // 4 + 512
-    # PTX reads 512 bytes where SASS has 1,024; the operands and the copies are PTX's
-    assert done.cycles["shared"] == pytest.approx(rounds * in_shared / 32)
-    waits = loop.waits * rounds / loop.hgmma
-    busiest = done.cycles["shared"]
-    spent = busiest + tensor + WAIT * waits + BARRIER * rounds
-    ahead = 2 * spent / rounds  # no wait_group: of three stages two are on their way
-    assert done.chain == pytest.approx(START + spent + rounds * max(0.0, LATENCY - ahead))
-    assert not done.guessed
-    by_warp = PTX.replace("wgmma.mma_async.sync.aligned.m64n64k16", "mma.sync.aligned.m16n8k16")
-    done_by_warp = work(parts, Ptx(by_warp), [None, 577], (4,), H200, 3, 1)
-    assert done_by_warp.multiply_adds == rounds * warps * 16 * 8 * 16
-    assert work(parts, kernel, [None, None], (4,), H200, 3, 1).guessed
-    assert work(parts, kernel, [None, 577], (4,), H200, 3, 1000).chain < done.chain
-
-
-def test_sass_and_ptx_loops_paired():
-    code, kernel = sass.instructions(SASS), Ptx(PTX)
-    (whole,) = regions(code, kernel)  # two loops in SASS, one in PTX
-    assert whole == Region(sass.count(code), tuple(range(len(kernel.blocks))), True)
-    start = SASS.index("        /*00d0*/")
-    one_loop = sass.instructions(SASS[:start] + SASS[SASS.index("        /*00e0*/") :])
-    outside, loop = regions(one_loop, kernel)
-    assert loop.is_loop and not outside.is_loop and loop.blocks == (kernel.loops[0].head,)
-    both = outside.counts.instructions + loop.counts.instructions
-    assert both == sass.count(one_loop).instructions and loop.counts.instructions == 11
+def test_resident_programs_hide_chains():
+    """300 programs on 132 SMs come in three turns; where two are resident in two."""
+    done = Work({"tensor": 1000.0}, 5000.0, 1e6, 6e5, False)
+    given = dict(programs=300, num_warps=8, tensor_bytes=0)
+    parts = [launch_time(done, ROOFS["sm_90"], resident=n, **given).parts for n in (1, 2)]
+    assert [part["chain"] * 1.52e3 for part in parts] == pytest.approx([15000, 10000])
 
 
 def _ptx(*lines):
