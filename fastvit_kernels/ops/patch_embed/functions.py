@@ -593,8 +593,8 @@ class PatchEmbedFunction(torch.autograd.Function):
                 dout, num_prefix, spec.num_patches, num_pos, keep, *dtypes
             )
             dbias = dbias if needs[2] else None
-            dprefix = dprefix.view(*prefix_shape) if needs[3] else None
-            dpos = dpos.view(*pos_shape) if needs[4] else None
+            dprefix = dprefix.view(*prefix_shape) if prefix_shape and needs[3] else None
+            dpos = dpos.view(*pos_shape) if pos_shape and needs[4] else None
         return dimages, dweight, dbias, dprefix, dpos, None, None
 
 
