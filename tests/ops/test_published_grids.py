@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.attention.varlen import varlen_attention_ref
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (1, 239), (3, 97), (64, 128)]
@@ -67,15 +66,3 @@ def test_xformers_bias_grid(D, lengths, shape):
     sizes = {"full": (1, 2, T_q, T_kv), "heads": (1, 1, T_q, T_kv), "one": (T_q, T_kv)}
     mask = rand(*sizes.get(shape, (1, 1, 1, T_kv)), seed=7, grad=False)
     check(heads(lengths, D), attn_mask=mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask)
-
-
-@pytest.mark.parametrize("D", [32, 64, 96])
-@pytest.mark.parametrize("lengths", [(0, 31, 0, 1), (128, 97, 3), (0, 0, 5), (7,)], ids=str)
-def test_varlen_grid(D, lengths):
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    given = dict(cu_seqlens=starts, max_seqlen=max(lengths))
-    assert_accurate(
-        lambda qkv: fk.varlen_attention(qkv, **given),
-        lambda qkv: varlen_attention_ref(qkv, **given),
-        {"qkv": rand(sum(lengths), 3, 2, D, dtype=torch.bfloat16)},
-    )

@@ -181,13 +181,13 @@ WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_weight_modified_before_backward(name):
+@pytest.mark.parametrize("name", ["x", *WEIGHTS])
+def test_block_modified_before_backward(name):
     """As an optimizer's step between the two does: under hooks autograd itself compares nothing."""
     block, x = Block(C, 2, init_values=0.5).to(DEVICE), rand(B, T, C)
     for block.memory in ("default", "low"):
         with backend("triton"):
             y = block(x)
-        block.get_parameter(name).detach().mul_(1.5)
+        (x if name == "x" else block.get_parameter(name)).detach().mul_(1.5)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
