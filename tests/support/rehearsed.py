@@ -79,6 +79,6 @@ def targets(shapes) -> list[plan.Task]:
 if __name__ == "__main__":
     measure.COPY_BYTES, measure.MATMUL_SIDE = 2**12, {"bf16": 8}
     plan.targets = targets
-    run.HUNG_S = 15.0
+    run.HUNG_S = 8.0
     mend_interpreter()
     sys.exit(main(sys.argv[1:], run.Machine(CPU, Device)))

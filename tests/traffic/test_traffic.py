@@ -170,8 +170,11 @@ PROMISED = {
 }
 
 
-@pytest.mark.parametrize("way", ["swapped", "swapped, by block"])
-@pytest.mark.parametrize("name", PROMISED)
+WAYS = [(name, "swapped") for name in PROMISED]
+WAYS += [("ViT-B/16", "swapped, by block"), ("transformers ViT-B", "swapped, by block")]
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
 def test_traffic_of_models(name, way):
     if name.startswith("transformers"):
         pytest.importorskip("transformers")
