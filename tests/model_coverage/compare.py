@@ -102,28 +102,24 @@ def traced(model: nn.Module, compiler: str = "eager") -> nn.Module:
 
 
 def step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
-    """`run_step` of a model that may refuse, with its buffers and the state of the generator; a
-    forward alone where it is in eval mode."""
+    """`run_step` of a model that may refuse, with its buffers and the state of the generator."""
     try:
-        with torch.set_grad_enabled(model.training):
-            found = run_step(model, inputs, SEED)
+        found = run_step(model, inputs, SEED)
     except Exception as error:
         return error
     found |= {f"{BUFFER} {n}": b.detach().clone() for n, b in model.named_buffers()}
     return found | {GENERATOR: torch.get_rng_state()}
 
 
-def in_float64(
-    model: nn.Module, inputs: Any, training: bool = True, compiler: str = "eager"
-) -> Found:
-    """A training step, or a forward in eval mode, in float64, with DropPath and dropout as the
-    model has them and one seed, the same to 1e-9 of the largest value.
+def in_float64(model: nn.Module, inputs: Any, compiler: str = "eager") -> Found:
+    """A training step in float64, with DropPath and dropout as the model has them and one seed, the
+    same to 1e-9 of the largest value.
 
     Raises: NotShrunk where the host refuses this step, or does not repeat it.
     """
 
     def host() -> nn.Module:
-        return copy.deepcopy(model).double().train(training)
+        return copy.deepcopy(model).double().train()
 
     wanted = step(host(), inputs)
     if isinstance(wanted, Exception):
@@ -174,17 +170,20 @@ def by_2x_rule(
     inputs: Any,
     regional: bool = False,
     autocast: torch.dtype | None = None,
+    training: bool = True,
     oracle: Tensors | None = None,
 ) -> Found:
-    """A training step in fp32, or under autocast, by the 2x rule against the host in float64; the
-    twin has one graph, or one a block.
+    """Outputs and gradients in fp32, or under autocast, by the 2x rule against the host in float64;
+    the twin has one graph, or one a block.
 
     Both errors are one draw, so what is beyond the rule must be so for every seed, the same tensor.
 
     Args:
-        oracle: `host` of what `in_float64` found for a training step.
+        training: of the model; in eval mode there are gradients, too.
+        oracle: `host` of what `in_float64` found, for a training step.
     """
     swap = by_block if regional else compiled
+    model = copy.deepcopy(model).train(training)
     found, failed = _by_2x_rule(SEED, model, inputs, swap, autocast, oracle)
     for seed in SEEDS[1:]:
         if not failed:
@@ -206,10 +205,10 @@ def _by_2x_rule(
     """What one seed gave, and the tensors that are beyond the rule. given: the oracle, if known."""
 
     def specification() -> dict[str, Tensor]:
-        return run_step(copy.deepcopy(model).float().train(), inputs, seed, autocast)
+        return run_step(copy.deepcopy(model).float(), inputs, seed, autocast)
 
-    oracle = given or run_step(copy.deepcopy(model).double().train(), inputs, seed)
-    twin = swap(copy.deepcopy(model).float().train())
+    oracle = given or run_step(copy.deepcopy(model).double(), inputs, seed)
+    twin = swap(copy.deepcopy(model).float())
     try:
         actual = run_step(twin, inputs, seed, autocast)
     except Exception as error:

@@ -2,11 +2,11 @@
 
 Each model is made small and runs in a process of its own, under
 torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as it is: a training
-step and a forward in eval mode in float64, with outputs, all gradients, buffers and random numbers
-the same; training steps in fp32, and swapped in by block under bf16 autocast, by the 2x rule.
-Models that are the same once they are small run once. A run that was ended goes on where it was;
---again begins anew. --sample N runs N of the models and holds their shares against the table, with
---inductor the training step in float64 alone, compiled by Inductor.
+step in float64, with outputs, all gradients, buffers and random numbers the same; outputs and
+gradients by the 2x rule in eval mode in fp32, and of a training step swapped in by block under bf16
+autocast. Models that are the same once they are small run once. A run that was ended goes on where
+it was; --again begins anew. --sample N runs N of the models and holds their shares against the
+table, with --inductor the training step in float64 alone, compiled by Inductor.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Row:
     """A line of coverage.csv.
 
     Attributes:
-        share: percent of the products' and attention's FLOPs that run in our ops, in float64 and in
-            fp32 (in float64 a host that rounds to fp32 inside is left as it is), and of the blocks
-            that repeat under bf16 autocast; "" if not run.
+        share: percent of the products' and attention's FLOPs that run in our ops, in fp32 in eval
+            mode, in float64 in training (a host that rounds to fp32 inside is left as it is), and
+            of the blocks that repeat under bf16 autocast; "" if not run.
         run: "same", "as torch.compile, not as the host: what", "not run: why", or "WRONG: what".
         left: the reasons for the rest, the most FLOPs first.
     """
@@ -123,11 +123,11 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
     with_step(row, exact)
     if row.run.startswith(AS_DYNAMO):
         return row
-    by_rule = partial(by_2x_rule, model, inputs, oracle=exact.host)
     ways = {
-        "fp32": by_rule,
-        "by block in bf16": partial(by_rule, True, torch.bfloat16),
-        "in eval mode": partial(in_float64, model, inputs, training=False),
+        "in eval mode": partial(by_2x_rule, model, inputs, training=False),
+        "by block in bf16": partial(
+            by_2x_rule, model, inputs, True, torch.bfloat16, oracle=exact.host
+        ),
     }
     for way, run in ways.items():
         gc.collect()  # a model's process collects nowhere else
@@ -136,10 +136,10 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
         except shrink.NotShrunk as refused:
             row.left += f"; not run {way}: {refused}"
             continue
-        if way == "fp32":
+        if way == "in eval mode":
             row.share, row.graphs = f"{share_of(found.reports):.1f}", str(len(found.reports))
             row.left = reasons_of(found.reports)
-        elif way == "by block in bf16":
+        else:
             row.share_blocks = f"{share_of(found.reports):.1f}"
         if found.wrong:
             row.run = f"WRONG {way}: {found.wrong}"

@@ -111,16 +111,18 @@ def test_a_buffer_that_is_not_written_is_told(monkeypatch):
     assert told(monkeypatch, spoil, Peak()) == "buffer peak differs by 1.0e+00 in float64"
 
 
-def test_a_forward_in_eval_mode_is_compared(monkeypatch):
-    """Without gradients, and without what training alone draws."""
+def test_eval_mode_is_compared(monkeypatch):
+    """Without what training alone draws, and with gradients."""
+    host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
 
     def spoil(model):
-        model.linear2.bias.register_hook(refuse)
-        model.linear2.bias.data.mul_(1 + 1e-6 * (not model.training))
+        model.linear2.bias.register_hook(lambda d: (1 + 1e-5 * (not model.training)) * d)
 
-    judge = partial(in_float64, training=False)
-    assert told(monkeypatch, spoil, judge=judge).startswith("out differs by")
-    assert told(monkeypatch, lambda model: None, judge=judge) == ""
+    judge = partial(by_2x_rule, training=False)
+    assert told(monkeypatch, lambda model: model.train(), host, judge).startswith("2x rule")
+    assert told(monkeypatch, spoil, host, judge).startswith("2x rule: dlinear2.bias")
+    assert told(monkeypatch, lambda model: None, host, judge) == ""
+    assert host.training, "the model is copied"
 
 
 def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
