@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fastvit_kernels.accuracy.accuracy import Error, Tensors
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
-from fastvit_kernels.fuse.swap import swap_in
+from fastvit_kernels.fuse.swap import swap_in, swap_out
+from fastvit_kernels.fuse.swapped import swapped_methods_of
 from fastvit_kernels.measure.model_errors import (
     errors_beside,
     largest,
@@ -28,6 +29,7 @@ ROUNDING = 1e-13  # of the largest value of a layer, in float64
 SEED = 3
 SEEDS = (SEED, SEED + 1, SEED + 2)  # of the 2x rule
 BUFFER, GENERATOR = "buffer", "the random generator"  # names of what a step leaves behind
+LARGER = " of a larger batch"
 DRAWS_AS_EAGER = {"fallback_random": True}  # Inductor's option
 
 
@@ -84,13 +86,26 @@ def compiled(model: nn.Module, compiler: str = "eager") -> nn.Module:
     return model
 
 
+def swapped(model: nn.Module) -> nn.Module:
+    """The model swapped in, in place: its graph takes any batch."""
+    torch.compiler.reset()
+    swap_in(model)
+    return model
+
+
 def by_block(model: nn.Module) -> nn.Module:
-    """The model in place with a graph for each block that repeats; with one where none does."""
+    """The model in place with a graph for each block that repeats, the first of those that are the
+    same; with one where none does."""
     torch.compiler.reset()
     try:
         swap_in(model, regional=True)
     except ValueError:
         return compiled(model)
+    had = set()
+    for block in [m for m in model.modules() if swapped_methods_of(m)]:
+        if (key := fingerprint(block, ())) in had:
+            swap_out(block)
+        had.add(key)
     return model
 
 
@@ -111,9 +126,36 @@ def step(model: nn.Module, inputs: Any) -> dict[str, Tensor] | Exception:
     return found | {GENERATOR: torch.get_rng_state()}
 
 
-def in_float64(model: nn.Module, inputs: Any, compiler: str = "eager") -> Found:
+def larger(inputs: Any) -> Any:
+    """The inputs with one sample more, a copy of the first."""
+    if isinstance(inputs, Tensor):
+        return torch.cat([inputs, inputs[:1]])
+    batch = next(len(x) for x in inputs.values() if isinstance(x, Tensor))
+    return {
+        n: larger(x) if isinstance(x, Tensor) and len(x) == batch else x for n, x in inputs.items()
+    }
+
+
+def steps(model: nn.Module, batches: Sequence[Any]) -> dict[str, Tensor] | Exception:
+    """What `step` gives of a batch, and then of a larger one."""
+    found: dict[str, Tensor] = {}
+    for batch, name in zip(batches, ("", LARGER), strict=False):
+        one = step(model, batch)
+        if isinstance(one, Exception):
+            return one
+        found |= {n + name: x for n, x in one.items()}
+    return found
+
+
+def in_float64(
+    model: nn.Module, inputs: Any, compiler: str = "eager", two_batches: bool = False
+) -> Found:
     """A training step in float64, with DropPath and dropout as the model has them and one seed, the
     same to 1e-9 of the largest value.
+
+    Args:
+        two_batches: of a model that is swapped in: a step of a larger batch, too, where the host
+            takes it.
 
     Raises: NotShrunk where the host refuses this step, or does not repeat it.
     """
@@ -121,21 +163,25 @@ def in_float64(model: nn.Module, inputs: Any, compiler: str = "eager") -> Found:
     def host() -> nn.Module:
         return copy.deepcopy(model).double().train()
 
-    wanted = step(host(), inputs)
+    batches = [inputs, larger(inputs)] if two_batches else [inputs]
+    wanted = steps(host(), batches)
+    if isinstance(wanted, Exception) and two_batches:
+        del batches[1]
+        wanted = steps(host(), batches)
     if isinstance(wanted, Exception):
         raise NotShrunk(f"the host raises {type(wanted).__name__}: {wanted}"[:100])
-    twin = compiled(host(), compiler)
-    actual = step(twin, inputs)
+    twin = swapped(host()) if two_batches else compiled(host(), compiler)
+    actual = steps(twin, batches)
     if isinstance(actual, Exception):
         return Found(f"raises {type(actual).__name__}: {actual}", reports_of(twin))
     if failed := [why for report in reports_of(twin) for why in report.failed]:
         return Found(failed[0], reports_of(twin))
     wrong = difference(wanted, actual)
     if wrong:
-        again = step(host(), inputs)
+        again = steps(host(), batches)
         if isinstance(again, Exception) or difference(wanted, again):
             raise NotShrunk("the host does not repeat a step with the same seed")
-        by_dynamo = step(traced(host(), compiler), inputs)
+        by_dynamo = steps(traced(host(), compiler), batches)
         if not isinstance(by_dynamo, Exception) and not difference(by_dynamo, actual):
             return Found("", reports_of(twin), dynamo=difference(wanted, by_dynamo))
     left_behind = (GENERATOR, *(n for n in wanted if n.startswith(f"{BUFFER} ")))

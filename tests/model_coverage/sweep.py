@@ -6,7 +6,8 @@ step in float64, with outputs, all gradients, buffers and random numbers the sam
 gradients by the 2x rule in eval mode in fp32, and of a training step swapped in by block under bf16
 autocast. Models that are the same once they are small run once. A run that was ended goes on where
 it was; --again begins anew. --sample N runs N of the models and holds their shares against the
-table, with --inductor the training step in float64 alone, compiled by Inductor.
+table, with --inductor the training step in float64 alone, compiled by Inductor, with --batches that
+step and one of a larger batch by swap_in, whose graph takes both.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from fastvit_kernels.fuse import dynamo
 from fastvit_kernels.fuse.report import GraphReport
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 
@@ -97,12 +100,12 @@ def small_models(host: str, name: str) -> Iterator[tuple[Any, Any]]:
     yield from shrink.candidates(host, name)
 
 
-def judge_step(row: Row, model: Any, inputs: Any, compiler: str = "eager") -> Row:
-    """The row with what a training step in float64 gave.
+def judge_step(row: Row, model: Any, inputs: Any, **way: Any) -> Row:
+    """The row with what a training step in float64 gave, in a way of `in_float64`.
 
     Raises: NotShrunk where the host refuses.
     """
-    return with_step(row, in_float64(model, inputs, compiler=compiler))
+    return with_step(row, in_float64(model, inputs, **way))
 
 
 def with_step(row: Row, found: Found) -> Row:
@@ -115,6 +118,7 @@ def with_step(row: Row, found: Found) -> Row:
 
 
 judge_inductor = partial(judge_step, compiler="inductor")
+judge_batches = partial(judge_step, two_batches=True)
 
 
 def judge(row: Row, model: Any, inputs: Any) -> Row:
@@ -132,7 +136,8 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
     for way, run in ways.items():
         gc.collect()  # a model's process collects nowhere else
         try:
-            found = run()
+            with patch.object(dynamo, "let_batch_vary", lambda *_: None):  # see judge_batches
+                found = run()
         except shrink.NotShrunk as refused:
             row.left += f"; not run {way}: {refused}"
             continue
@@ -292,7 +297,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=300.0, metavar="SECONDS", help="of a model (default 300)")
     add("--again", action="store_true", help="run what the file has, too")
     add("--sample", type=int, metavar="N", help="run N of the models, held against the file's rows")
-    add("--inductor", action="store_true", help="of a sample the step in float64, by Inductor")
+    way = parser.add_mutually_exclusive_group().add_argument
+    way("--inductor", action="store_true", help="of a sample the step in float64, by Inductor")
+    way("--batches", action="store_true", help="of a sample two batch sizes in float64, swapped in")
     return parser
 
 
@@ -304,8 +311,9 @@ def main(words: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore")
     prefixes = tuple(arguments.models)
     every = [(h, n) for h in arguments.hosts for n in model_zoo.names(h) if n.startswith(prefixes)]
-    if arguments.inductor and arguments.sample is None:
-        parser.error("--inductor runs a sample: give --sample N too")
+    for way in ("inductor", "batches"):
+        if getattr(arguments, way) and arguments.sample is None:
+            parser.error(f"--{way} runs a sample: give --sample N too")
     if not every:
         parser.error(f"no model's name begins with {' or '.join(prefixes)}")
     model_zoo.import_all(arguments.hosts)
@@ -314,6 +322,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
     if arguments.sample is not None:
         judged = judge_inductor if arguments.inductor else judge
+        judged = judge_batches if arguments.batches else judged
         return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit, judged)
     new = [name for name in every if arguments.again or not _is_done(found.get(name))]
     for row in told(new, arguments.jobs, arguments.limit):
@@ -353,7 +362,7 @@ def check_sample(
     is not run and was, or lost more than NEAR points of its share."""
     count = min(count, len(every))
     sample = [every[i * len(every) // count] for i in range(count)]
-    failed, column = [], "share_float64" if judged is judge_inductor else "share"
+    failed, column = [], "share" if judged is judge else "share_float64"
     for row in told(sample, jobs, limit, judged):
         before = table.get((row.host, row.model), row)
         was, share = getattr(before, column), getattr(row, column)

@@ -111,6 +111,19 @@ def test_a_buffer_that_is_not_written_is_told(monkeypatch):
     assert told(monkeypatch, spoil, Peak()) == "buffer peak differs by 1.0e+00 in float64"
 
 
+def test_a_larger_batch_is_compared(monkeypatch):
+    def swapped(model, scale=1.0):
+        model.linear2.register_forward_hook(lambda m, x, y: y * scale if len(y) == 3 else None)
+        return model
+
+    for scale, said in ((1 + 1e-6, "out of a larger batch differs"), (1.0, "")):
+        monkeypatch.setattr(compare, "swapped", partial(swapped, scale=scale))
+        assert in_float64(model(), X, two_batches=True).wrong.startswith(said)
+    monkeypatch.undo()
+    found = in_float64(model(), X, two_batches=True)
+    assert found.wrong == "" and len(found.reports) == 1, "one graph takes both"
+
+
 def test_eval_mode_is_compared(monkeypatch):
     """Without what training alone draws, and with gradients."""
     host = nn.TransformerEncoderLayer(16, 2, 32, 0.5, "gelu", batch_first=True, norm_first=True)
@@ -126,9 +139,11 @@ def test_eval_mode_is_compared(monkeypatch):
 
 
 def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
-    """Blocks that repeat have a graph each; bf16's limit is bf16's."""
+    """Blocks have a graph each, but for those that are the same; bf16's limit is bf16's."""
     layer = model()
-    host = nn.Sequential(nn.Linear(16, 16), nn.Sequential(layer, copy.deepcopy(layer)))
+    other = nn.TransformerEncoderLayer(16, 2, 48, 0.0, "gelu", batch_first=True, norm_first=True)
+    blocks = (layer, copy.deepcopy(layer), other, copy.deepcopy(other))
+    host = nn.Sequential(nn.Linear(16, 16), nn.Sequential(*blocks))
     found = by_2x_rule(host, X, True, torch.bfloat16)
     assert found.wrong == "" and [report.share for report in found.reports] == [1, 1]
 
