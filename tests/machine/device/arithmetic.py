@@ -408,17 +408,11 @@ def _pairs(op: Op, place: int) -> Callable[[list[Array]], tuple[Array, Array]]:
     return both
 
 
-@instruction("{add,sub,mul,min,max}[.rn].{bf16x2,f16x2}", "{min,max}.NaN.{bf16x2,f16x2}")
+@instruction("{add,sub,mul}[.rn].{bf16x2,f16x2}")
 def on_pairs(op: Op) -> Run:
     """Computed in f32, where a product or sum of two 16-bit numbers rounds to the same."""
     a, b = _pairs(op, 1), _pairs(op, 2)
-    kind, pack = op.parts[0], f32_to_bf16 if op.type == "bf16x2" else f32_to_f16
-    if kind in _ARITHMETIC:
-        compute = _ARITHMETIC[kind]
-    elif op.has("NaN"):
-        compute = np.minimum if kind == "min" else np.maximum
-    else:
-        compute = _smaller if kind == "min" else _larger
+    compute, pack = _ARITHMETIC[op.parts[0]], f32_to_bf16 if op.type == "bf16x2" else f32_to_f16
     return op.pure(
         lambda r: joined(*(pack(compute(x, y)) for x, y in zip(a(r), b(r), strict=True)))
     )

@@ -98,8 +98,6 @@ class Chunk:
         threads, blocks = np.arange(program.threads, dtype=U32)[None], self.blocks[:, None]
         known = {
             "%tid.x": threads,
-            "%laneid": threads % 32,
-            "%warpid": threads // 32,
             "%ntid.x": program.threads,
             "%ctaid.x": blocks % x,
             "%ctaid.y": blocks // x % y,
@@ -107,17 +105,11 @@ class Chunk:
             "%nctaid.x": x,
             "%nctaid.y": y,
             "%nctaid.z": z,
-            "%clusterid.x": blocks % x,
-            "%clusterid.y": blocks // x % y,
-            "%clusterid.z": blocks // (x * y),
-            **dict.fromkeys(("%ntid.y", "%ntid.z"), 1),
         }
         for name, slot in program.slots.items():
             if name in known:
                 value = np.asarray(known[name], U32)
                 registers[slot] = value if value.ndim == 2 else value.reshape(1, 1)
-            elif name.startswith(("%tid", "%clus")):
-                registers[slot] = np.zeros((1, 1), U32)
         return registers
 
     def run(self) -> None:

@@ -14,8 +14,6 @@ from .registry import Run, instruction
 from .values import TYPES, Array
 
 _SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
-_HINTS = "{,.L1::evict_last,.L1::evict_first,.L1::no_allocate}"
-_LOADS = f"ld.global[.nc]{_HINTS}"
 
 
 @instruction(f"ld.param.{_SCALARS}")
@@ -63,10 +61,9 @@ def extended(value: Array, kind: np.dtype) -> Array:
 
 
 @instruction(
-    f"{_LOADS}.{_SCALARS}",
-    f"{_LOADS}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
-    f"{_LOADS}.v2.{{b64,u64,f64}}",
-    f"{_LOADS}.v8.b16",
+    f"ld.global.{_SCALARS}",
+    "ld.global.{v2,v4}.{b8,b16,b32,f32,u32,s32}",
+    "ld.global.v2.{b64,u64,f64}",
 )
 def load(op: Op) -> Run:
     dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1, "b64")
@@ -100,14 +97,10 @@ def joined_units(op: Op, place: int):
     return read
 
 
-_STORES = f"st.global{_HINTS}"
-
-
 @instruction(
-    f"{_STORES}.{_SCALARS}",
-    f"{_STORES}.{{v2,v4}}.{{b8,b16,b32,f32,u32,s32}}",
-    f"{_STORES}.v2.{{b64,u64,f64}}",
-    f"{_STORES}.v8.b16",
+    f"st.global.{_SCALARS}",
+    "st.global.{v2,v4}.{b8,b16,b32,f32,u32,s32}",
+    "st.global.v2.{b64,u64,f64}",
 )
 def store(op: Op) -> Run:
     address, value = op.address(0, "b64"), joined_units(op, 1)

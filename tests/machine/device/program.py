@@ -168,24 +168,13 @@ def _float32(bits: int) -> float:
 # What a group fills in when it starts: see execution.py.
 SPECIAL_REGISTERS = (
     "%tid.x",
-    "%tid.y",
-    "%tid.z",
     "%ntid.x",
-    "%ntid.y",
-    "%ntid.z",
-    "%laneid",
-    "%warpid",
     "%ctaid.x",
     "%ctaid.y",
     "%ctaid.z",
     "%nctaid.x",
     "%nctaid.y",
     "%nctaid.z",
-    "%clusterid.x",
-    "%clusterid.y",
-    "%clusterid.z",
-    "%cluster_ctarank",
-    "%cluster_ctaid.x",
 )
 
 SHARED_BASE = 1024  # where shared memory begins: a multiple of every alignment, and not 0

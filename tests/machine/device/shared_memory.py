@@ -15,7 +15,7 @@ from .registry import Run, instruction
 from .values import TYPES, U16, U32, Array
 
 _SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
-_VECTORS = ("v2.{b8,b16,b32,u32,s32,f32,b64,u64,f64}", "v4.{b8,b16,b32,u32,s32,f32}", "v8.b16")
+_VECTORS = ("v2.{b8,b16,b32,u32,s32,f32,b64,u64,f64}", "v4.{b8,b16,b32,u32,s32,f32}")
 
 
 @instruction(f"ld.shared[::cta].{_SCALARS}", *(f"ld.shared[::cta].{x}" for x in _VECTORS))
