@@ -93,7 +93,6 @@ class Machine:
     notes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
-    accesses: int = 0
     recorded: list[Recorded] | None = None
 
     def launch(
@@ -137,7 +136,6 @@ class Machine:
         self.notes.update(launch.counts)
         self.seconds[name] += time.perf_counter() - began
         self.launches[name] += 1
-        self.accesses += memory.accesses
 
 
 def _scratch(metadata: Any, grid: tuple[int, int, int]) -> Tensor | None:

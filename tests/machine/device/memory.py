@@ -62,11 +62,7 @@ def extent(x: Tensor) -> int:
 
 
 class GlobalMemory:
-    """The tensors of a launch: every access must lie inside of an element of one of them.
-
-    Attributes:
-        accesses: how many loads, stores and copies were looked at, by lane.
-    """
+    """The tensors of a launch: every access must lie inside of an element of one of them."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         spans = sorted((x.data_ptr(), x.data_ptr() + extent(x)) for x in tensors if x.numel())
@@ -78,7 +74,6 @@ class GlobalMemory:
                 merged.append([start, end])
         self.regions = [self._region(start, end, tensors) for start, end in merged]
         self.starts = [region.start for region in self.regions]
-        self.accesses = 0
 
     @staticmethod
     def _region(start: int, end: int, tensors: Sequence[Tensor]) -> Region:
@@ -113,7 +108,6 @@ class GlobalMemory:
         region = self.regions[at] if at >= 0 else None
         if not _is_aligned(address, mask, width):
             raise Misaligned(f"an address that is no multiple of {width}", op)
-        self.accesses += address.size if mask is None else int(mask.sum())
         if region is None or low >= region.end:
             raise OutOfBounds(self._describe(low), op)
         if high + width <= region.end:
