@@ -199,7 +199,8 @@ def load_box(op: Op) -> Run:
             group.shared.units[16][block, box.units] = POISON_UNIT
             landing = Landing(op, box.bytes, _landing(group, box, block, rows))
             barriers[block].copies[block].append(landing)
-            chunk.launch.counts["boxes of TMA"] = chunk.launch.counts.get("boxes", 0) + 1
+            counts = chunk.launch.counts
+            counts["boxes of TMA"] = counts.get("boxes of TMA", 0) + 1
 
     return run
 
