@@ -37,22 +37,25 @@ _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 # Integers
 
 
-@instruction(f"add.{_INTEGERS}")
-def add_integers(op: Op) -> Run:
-    a, b = op.read(1), op.read(2)
-    return op.pure(lambda r: a(r) + b(r))
+_ON_INTEGERS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 
 
-@instruction(f"sub.{_INTEGERS}")
-def subtract_integers(op: Op) -> Run:
-    a, b = op.read(1), op.read(2)
-    return op.pure(lambda r: a(r) - b(r))
-
-
-@instruction(f"mul.lo.{_INTEGERS}")
-def multiply_low(op: Op) -> Run:
-    a, b = op.read(1), op.read(2)
-    return op.pure(lambda r: a(r) * b(r))
+@instruction(
+    f"{{add,sub,min,max}}.{_INTEGERS}", f"mul.lo.{_INTEGERS}", "{and,or,xor}.{b16,b32,b64,pred}"
+)
+def on_integers(op: Op) -> Run:
+    """The lower half of a product."""
+    a, b, compute = op.read(1), op.read(2), _ON_INTEGERS[op.parts[0]]
+    return op.pure(lambda r: compute(a(r), b(r)))
 
 
 @instruction(f"mad.lo.{_INTEGERS}")
@@ -123,13 +126,6 @@ def negate_integer(op: Op) -> Run:
     return op.pure(lambda r: -a(r))
 
 
-@instruction(f"min.{_INTEGERS}", f"max.{_INTEGERS}")
-def smaller_or_larger_integer(op: Op) -> Run:
-    a, b = op.read(1), op.read(2)
-    choose = np.minimum if op.parts[0] == "min" else np.maximum
-    return op.pure(lambda r: choose(a(r), b(r)))
-
-
 @instruction("bfe.{u32,s32,u64,s64}")
 def extract_bits(op: Op) -> Run:
     """bfe d, a, b, c: c bits of a from bit b on; of s types the last one repeats above."""
@@ -180,15 +176,6 @@ def shift(op: Op) -> Run:
             return op.pure(lambda r: a(r) << by)
         return op.pure(lambda r: a(r) >> by)
     return op.pure(lambda r: way(a(r), b(r)))
-
-
-_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-
-
-@instruction("{and,or,xor}.{b16,b32,b64,pred}")
-def bitwise(op: Op) -> Run:
-    a, b, combine = op.read(1), op.read(2), _BITWISE[op.parts[0]]
-    return op.pure(lambda r: combine(a(r), b(r)))
 
 
 @instruction("not.{b16,b32,b64,pred}")

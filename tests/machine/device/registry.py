@@ -1,11 +1,12 @@
 """Which instructions the machine knows: each full name, with its modifiers, and what makes it run.
 
-    @instruction("mul.lo.{s16,u16,s32,u32,s64,u64}")
-    def multiply_low(op: Op) -> Run: ...
+    @instruction("mad.lo.{s16,u16,s32,u32,s64,u64}")
+    def multiply_add_low(op: Op) -> Run: ...
 
 names six instructions: `{a,b}` stands for one of them each, `[.x]` for with and without. A name
 that no file registers is an error when the program is read, so no modifier is ever passed over.
-`multiply_low` is called once for each place in a program; what it returns runs there, each time.
+`multiply_add_low` is called once for each place in a program; what it returns runs there, each
+time.
 """
 
 from __future__ import annotations
