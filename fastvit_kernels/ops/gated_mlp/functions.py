@@ -288,7 +288,7 @@ def _hidden_bwd(
 ) -> tuple[Any, Tensor | None]:
     """What `gate_bwd` gives of `gated`, where it is needed; and the hidden layer (M, F), saved or
     rebuilt, where fc2's gradients read it."""
-    rows, rebuilt = None if hidden is None else hidden.contiguous().view(shape), None
+    rows, rebuilt = None if hidden is None else hidden.contiguous().view(*shape), None
     if rows is None and fc2.needs_x:
         assert needs_dz  # its pass writes them
         rows = rebuilt = empty(shape, d.dtype, d.device)
@@ -333,6 +333,20 @@ def _fc1_bwd(
             dx = gemm.matmul(dhalf, layer.weight, out_dtype=dx_dtype)
         grads[i] = dweight, dbias
     return None if dx is None else dx.view(*shape, dx.shape[1]), *grads
+
+
+def _norm_bwd(
+    found: tuple[Tensor, Tensor, Columns] | None, dtypes: tuple[torch.dtype | None, ...], F: int
+) -> list[Any]:
+    """dweight and dbias (F,) of the norm, from what `gate_bwd` gave; None where their dtype is."""
+    grads: list[Any] = [None, None]
+    if found is not None:
+        _, partial, at = found
+        for i, dtype in enumerate(dtypes):
+            if dtype is not None:
+                grads[i] = empty((F,), dtype, partial.device)
+                column_sum(_columns(partial, at.stride + i * F, F), grads[i])
+    return grads
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
@@ -393,11 +407,7 @@ def gated_mlp_bwd(
     del rows  # before x and dx take memory
     shape, layers = epilogue.rows_shape(dy, row_scale), [fc1] if value is None else [fc1, gate]
     dx, dfc1, dgate = _fc1_bwd(found, layers, F, x, shape, dx_dtype)
-    dnorms: list[Any] = [None, None]
-    for i, to in enumerate(dnorm_dtypes):
-        if to is not None:
-            dnorms[i] = empty((F,), to, dy.device)
-            column_sum(_columns(found[1], found[2].stride + i * F, F), dnorms[i])
+    dnorms = _norm_bwd(found, dnorm_dtypes, F)
     return dx, *dfc1, *dfc2[:2], *dgate, *dnorms, dfc2[2]  # pyright: ignore[reportReturnType]
 
 
