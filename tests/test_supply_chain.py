@@ -145,15 +145,3 @@ def test_types_and_licence_are_shipped():
 def test_run_time_needs_torch_and_triton_alone():
     names = [_requirement_name(r) for r in _toml()["project"]["dependencies"]]
     assert names == ["torch", "triton"]
-    program = (
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import fastvit_kernels\n"
-        "tops = {m.partition('.')[0] for m in set(sys.modules) - before}\n"
-        "print(*sorted(t for t in tops - set(sys.stdlib_module_names) if t[0] != '_'))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    allowed = {"fastvit_kernels", "triton", "torch", "numpy", "functorch", "typing_extensions"}
-    assert set(done.stdout.split()) <= allowed, done.stdout
