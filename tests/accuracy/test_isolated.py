@@ -36,7 +36,6 @@ def planted(code, name, *others):
 GOOD = 'print(\'{"name": "good"}\', flush=True)'
 TIMEOUT = 3600.0  # for those that end by themselves, however slow the machine is
 DIES = f"import os, signal; {GOOD}; os.kill(os.getpid(), signal.SIGSEGV)"
-EXITS = "import sys; sys.exit('no GPU here')"
 
 
 def hangs(path):
