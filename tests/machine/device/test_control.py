@@ -1,10 +1,35 @@
-"""Scopes, early ends, barriers. How threads that part meet again, varlen_attention's run holds."""
+"""Loops of different lengths, scopes, early ends, barriers.
+
+How threads that part meet again, varlen_attention's run holds.
+"""
 
 import numpy as np
 import pytest
 
 from tests.machine.device.faults import Deadlock, Diverged
 from tests.machine.device.snippets import run
+
+LANES = np.arange(32)
+
+
+def test_loops_of_different_lengths():
+    """Thread l of block b goes round l + 10 b + 1 times; nested in it, a loop of 3."""
+    found = run(
+        """
+        mad.lo.s32 %r1, %ctaid.x, 10, %tid.x;
+        mov.b32 %r2, 0; mov.b32 %r4, 0;
+        AGAIN: add.s32 %r2, %r2, 1;
+        mov.b32 %r3, 0;
+        INNER: add.s32 %r3, %r3, 1; add.s32 %r4, %r4, 1;
+        setp.lt.s32 %p2, %r3, 3;
+        @%p2 bra INNER;
+        setp.le.s32 %p1, %r2, %r1;
+        @%p1 bra AGAIN;
+    """,
+        blocks=2,
+    )
+    wanted = LANES + 10 * np.arange(2)[:, None] + 1
+    assert np.array_equal(found["%r2"], wanted) and np.array_equal(found["%r4"], 3 * wanted)
 
 
 def test_scoped_labels_and_registers():
