@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.machine.device.faults import MachineError, Misaligned, OutOfBounds, Race
+from tests.machine.device.registry import INSTRUCTIONS
 from tests.machine.device.snippets import run
 
 LANES = np.arange(32)
@@ -18,6 +19,16 @@ def pointer(x):
 def at(register, width):
     """Lines that put the address of each thread's own element into %rd1."""
     return f"ld.param.b64 %rd2, [snippet_param_0]; mad.wide.s32 %rd1, {register}, {width}, %rd2;"
+
+
+@pytest.mark.parametrize("name", sorted(n for n in INSTRUCTIONS if n.startswith("ld.param")))
+def test_parameters_of_each_type(name):
+    """As wide as it is, or extended by the sign of s types."""
+    type = name.split(".")[-1]
+    number = np.array([-3], np.int64).view("u1")[: int(type[1:]) // 8].tobytes()
+    wanted = int.from_bytes(number.ljust(8, b"\xff" if type[0] == "s" else b"\0"), "little")
+    given = [("u64", 0), ("u64", int.from_bytes(number, "little"))]
+    assert run(f"{name} %rd1, [snippet_param_1];", arguments=given)["%rd1"][0, 0] == wanted
 
 
 def test_parameter_named_by_register():
