@@ -1,4 +1,5 @@
-"""`python -m bench host`: microseconds of the host a call of each op, without a GPU too.
+"""`python -m bench host`: microseconds of the host a call of each op, and of a timm ViT of 12
+layers eager and swapped in, without a GPU too.
 
 The tensors are so small that computing takes next to nothing. Without a GPU everything but Triton's
 launcher still runs (checks, autograd.Function and its engine, allocation, the search for the
@@ -8,12 +9,14 @@ is left over memory. The clock is the processor's time, which other processes do
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +29,7 @@ from bench.ops import replaced
 from fastvit_kernels.accuracy.cases import OPS
 from fastvit_kernels.accuracy.op import Draw, Example, Op, Sizes
 from fastvit_kernels.commands.console import CommandError
+from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import alternate
 from fastvit_kernels.ops.common.reduction import column_sum
@@ -36,17 +40,19 @@ from fastvit_kernels.runtime.triton import HAS_TRITON
 SIZES = Sizes(B=1, T=4, C=16, H=2, F=32, img_size=(8, 8), patch_size=4)
 NO_GPU = -1  # as a device's index: a kernel that was found there is not found on a GPU
 ROUNDS, CALLS = 35, 20  # short rounds: most of them run without another process in between
+WIDTHS = (64, 192)  # of the models
 PACKAGE = str(fk.__path__[0])
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op's call, and PyTorch's for the same, on the same tensors."""
+    """An op's or a model's call, and PyTorch's for the same, on the same tensors."""
 
     inputs: dict[str, Tensor]
     ours: Callable[..., Any]
     eager: Callable[..., Any]
     upstream: Tensor
+    calls: int = CALLS  # a round
 
     def forward(self, function: Callable[..., Any]) -> Any:
         return function(**self.inputs)
@@ -98,6 +104,22 @@ def of_torch(device: torch.device) -> dict[str, Case]:
         "a view": Case({"x": six["a"]}, lambda x: x.view_as(x), lambda x: x.view_as(x), dy),
         "six gradients": Case(six, nothing, nothing, dy),
     }
+
+
+def of_models(device: torch.device) -> dict[str, Case]:
+    """timm's ViT of 12 layers, with one image of five tokens; none without timm."""
+    if find_spec("timm") is None:
+        return {}
+    image, dy = torch.randn(1, 3, 32, 32, device=device), torch.randn(1, 10, device=device)
+
+    def case(width: int) -> Case:
+        sizes = dict(num_classes=10, img_size=32, embed_dim=width, num_heads=width // 32)
+        eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
+        ours = copy.deepcopy(eager)
+        fk.swap_in(ours)
+        return Case({"x": image}, ours, eager, dy, calls=4)
+
+    return {f"ViT, 12 layers of {width}": case(width) for width in WIDTHS}
 
 
 class _Compiled:
@@ -172,15 +194,17 @@ def measure(device: torch.device) -> pd.DataFrame:
     way, rows = way_of(device), []
     for name, case in {
         **of_torch(device),
+        **of_models(device),
         **{name: case_of(op, device) for name, op in OPS.items()},
     }.items():
+        calls = min(case.calls, CALLS)
 
-        def timed(run: Callable[[Any], Any], function: Any, context: Any) -> float:
+        def timed(run: Callable[[Any], Any], function: Any, context: Any, calls: int) -> float:
             with context():
-                return microseconds(functools.partial(run, function))
+                return microseconds(functools.partial(run, function), calls)
 
         turns = [
-            functools.partial(timed, run, function, context)
+            functools.partial(timed, run, function, context, calls)
             for function, context in ((case.ours, way), (case.eager, ExitStack))
             for run in (case.forward, case.both)
         ]

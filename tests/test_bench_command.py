@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -279,7 +280,9 @@ def test_host_measures_every_op_without_a_gpu():
     assert done.returncode == 0, done.stderr
     units, _, _, *rows = done.stdout.splitlines()
     assert "a launch" in units
-    assert [row.split("  ")[0] for row in rows] == ["a view", "six gradients", *host.OPS]
+    models = [f"ViT, 12 layers of {width}" for width in host.WIDTHS if find_spec("timm")]
+    named = [row.split("  ")[0] for row in rows]
+    assert named == ["a view", "six gradients", *models, *host.OPS]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter in place of the launches")
