@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fastvit_kernels.accuracy.accuracy import Error, Tensors
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
-from fastvit_kernels.fuse.swap import swap_in, swap_out
-from fastvit_kernels.fuse.swapped import swapped_methods_of
+from fastvit_kernels.fuse.swap import swap_in
 from fastvit_kernels.measure.model_errors import (
     errors_beside,
     largest,
@@ -94,18 +93,12 @@ def swapped(model: nn.Module) -> nn.Module:
 
 
 def by_block(model: nn.Module) -> nn.Module:
-    """The model in place with a graph for each block that repeats, the first of those that are the
-    same; with one where none does."""
+    """The model in place with a graph for each block that repeats; with one where none does."""
     torch.compiler.reset()
     try:
         swap_in(model, regional=True)
     except ValueError:
         return compiled(model)
-    had = set()
-    for block in [m for m in model.modules() if swapped_methods_of(m)]:
-        if (key := fingerprint(block, ())) in had:
-            swap_out(block)
-        had.add(key)
     return model
 
 
