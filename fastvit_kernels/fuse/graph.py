@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -92,6 +93,16 @@ class Region(NamedTuple):
                 autocast = torch.autocast(kind, dtype=on.get(kind), enabled=kind in on)
                 stack.enter_context(autocast)
             yield
+
+
+def dispatching(*values: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context for fake values: some operators take symbolic sizes, or tensors of such, in
+    Python alone."""
+    symbolic = any(
+        isinstance(x, SymInt) or getattr(x, "_has_symbolic_sizes_strides", False)
+        for x in tree_leaves(values)
+    )
+    return enable_python_dispatcher() if symbolic else contextlib.nullcontext()
 
 
 def storages(values: Any) -> set[int]:
@@ -230,7 +241,7 @@ class Graph:
         args, kwargs = tree_map_only(SymInt, lambda s: self.size(s, root), (args, kwargs))
         given, named = torch.fx.map_arg((args, kwargs), val)
         region = root.meta["region"]
-        with self.fake_mode, region.entered():
+        with self.fake_mode, dispatching(given, named), region.entered():
             out = function(*given, **named)
         with self.graph.inserting_before(root):
             n = self.graph.call_function(function, args, kwargs)

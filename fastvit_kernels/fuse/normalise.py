@@ -12,21 +12,19 @@ opaque node.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.fx.traceback as traceback
 import torch.nn.attention
-from torch import SymInt, Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .graph import Decline, Region
+from .graph import Decline, Region, dispatching
 from .views import STATE, bound, op, state_of
 
 # Methods without an ATen operator of their name that are made of such.
@@ -309,10 +307,7 @@ class Propagate(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if is_checkpoint(target):
             return Propagate(args[0], self.mode).run(*args[1:])
-        # Some operators take symbolic sizes, or images of a symbolic batch, in Python alone
-        in_python = "upsample" in getattr(target, "__name__", "")
-        in_python |= any(isinstance(x, SymInt) for x in tree_leaves((args, kwargs)))
-        with enable_python_dispatcher() if in_python else nullcontext():
+        with dispatching(args, kwargs):
             return super().call_function(target, args, kwargs)
 
 

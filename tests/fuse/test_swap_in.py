@@ -448,6 +448,15 @@ def test_any_batch_by_name_and_in_eval_mode():
     assert made_graphs() == 2
 
 
+def test_a_frozen_linear_without_bias_takes_any_batch():
+    """torch before 2.13 makes it a matmul that takes symbolic sizes in Python alone."""
+    model, host = swapped_and_host(nn.Linear(16, 16, bias=False).requires_grad_(False))
+    for batch in (2, 3):
+        x = torch.randn(batch, 4, 16)
+        assert_same(model(x), host(x))
+    assert made_graphs() == 1 and status(model).share == 1
+
+
 class OfAnySize(nn.Conv2d):
     def forward(self, x):
         return super().forward(nn.functional.interpolate(x, (24, 24), mode="bicubic"))
