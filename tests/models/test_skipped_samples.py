@@ -7,24 +7,16 @@ import torch
 from model_parity import randomise
 from numerics import DEVICE, rand
 
-from fastvit_kernels import VisionTransformer, backend, create_vit, keep_samples
+from fastvit_kernels import VisionTransformer, backend, create_vit
 from fastvit_kernels.accuracy.accuracy import measure_all
 from fastvit_kernels.accuracy.cases import plain_vit
-from fastvit_kernels.models.modules import DropPath
-from fastvit_kernels.ops.common.gemm_configs import forced_route
 
 bf16, fp32 = torch.bfloat16, torch.float32
 
 # Blocks with all that a branch may have around its products.
 BLOCKS = (
     dict(init_values=0.5),
-    dict(
-        rope_type="dinov3",
-        qk_norm=True,
-        mlp_layer="SwiGLU",
-        act_layer="silu",
-        init_values=0.5,
-    ),
+    dict(rope_type="dinov3", qk_norm=True, mlp_layer="SwiGLU", act_layer="silu", init_values=0.5),
     dict(mlp_layer="GluMlp", act_layer="silu"),
 )
 
@@ -44,12 +36,12 @@ def _vit(drop_path="skip", **arguments):
     return randomise(VisionTransformer(drop_path=drop_path, **given)).train()  # pyright: ignore
 
 
-def _images(batch=5):
-    return rand(batch, 3, 16, 16, grad=False)
+def _images():
+    return rand(5, 3, 16, 16, grad=False)
 
 
-def _upstream(batch=5):
-    return torch.randn(batch, 5, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+def _upstream():
+    return torch.randn(5, 5, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
 def _step(forward, parameters, images, upstream, autocast=None):
@@ -89,40 +81,6 @@ def test_skip_forward_backward(what, autocast):
     assert not torch.allclose(dropped_none["logits"], found["logits"].float(), atol=0.1)
 
 
-def _dense(samples, images):
-    """The row_scale that stands for the same samples."""
-    batch = len(images)
-    kept = len(samples) - batch
-    rows = torch.zeros(batch, device=samples.device)
-    rows[samples[:kept]] = batch / kept
-    return rows
-
-
-def test_skip_equals_mask(monkeypatch):
-    """Forward and every gradient. Not bit for bit: the library's products may add up a row in
-    another order when there are more rows."""
-    model = _vit(init_values=0.5)
-    masked = copy.deepcopy(model)
-    images, upstream = _images(), _upstream()
-    with backend("triton"), forced_route("triton"):
-        skipped = _own_step(model, images, upstream)
-        monkeypatch.setattr(
-            DropPath,
-            "row_scale",
-            lambda self, x: (
-                _dense(keep_samples(len(x), self.drop_prob, x.device), x)
-                if self.drop_prob and self.training
-                else None
-            ),
-        )
-        for module in masked.modules():
-            if isinstance(module, DropPath):
-                module.mode = "mask"
-        plain = _own_step(masked, images, upstream)
-    for name, dense in plain.items():
-        torch.testing.assert_close(skipped[name], dense, rtol=1e-5, atol=5e-6, msg=name)
-
-
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 def test_skip_low_memory_bits(hooked):
     model = _vit()
@@ -151,23 +109,3 @@ def test_skip_edges(batch, rate):
         if batch == 1 or rate == 0.0:
             assert torch.equal(y, plain.eval()(images))
         assert torch.equal(model.eval()(images), plain.eval()(images))
-
-
-def test_skip_dropped_rows_not_read():
-    """NaN in what is dropped reaches no other sample, nor any gradient of a weight."""
-    model = _vit(init_values=0.5).blocks[1]
-    torch.manual_seed(3)
-    samples = [keep_samples(5, 0.5), keep_samples(5, 0.5)]
-    kept = set(samples[0][:2].tolist()) | set(samples[1][:2].tolist())
-    x = rand(5, 5, 32)
-    with torch.no_grad():
-        for b in set(range(5)) - kept:
-            x[b] = float("nan")
-    torch.manual_seed(3)
-    with backend("triton"):
-        y = model(x)
-        y.backward(rand(*y.shape, seed=1, grad=False))
-    assert kept != set(range(5))
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-    assert x.grad.isfinite().all()
-    assert all(y[b].isfinite().all() == (b in kept) for b in range(5))
