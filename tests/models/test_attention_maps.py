@@ -1,21 +1,19 @@
+"""fk.attention_maps: what the heads of ours and of other libraries' models look at."""
+
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
+from model_parity import randomise
 from numerics import DEVICE, rand
 from references import NotebookViT
 
 from fastvit_kernels import VisionTransformer, attention_maps, load_weights, swap_in
 
 
-def _vit(**overrides) -> Any:
+def _vit(**overrides):
     arguments = dict(img_size=16, patch_size=4, num_classes=3, embed_dim=16, depth=3, num_heads=2)
-    model = VisionTransformer(**{**arguments, **overrides}).to(DEVICE)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-    return model
+    return randomise(VisionTransformer(**{**arguments, **overrides}))
 
 
 def _images(batch=2, channels=3, size=16):
@@ -41,37 +39,21 @@ def test_attention_maps_match_notebook():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_maps_times_v():
-    model = _vit(attn_head_dim=24).eval()
-    attn, x = model.blocks[0].attn, rand(2, 17, 16, grad=False)
-    seen = []
-    attn.proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    (probabilities,) = attention_maps(attn, x)
-    v = attn.qkv(x).unflatten(-1, (3, 2, 24))[:, :, 2].transpose(1, 2)
-    out = (probabilities @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(out, seen[0], rtol=1e-4, atol=1e-5)
-
-
-def test_attention_maps_fp32():
-    model = _vit(reg_tokens=2).bfloat16()
-    maps = attention_maps(model, _images().bfloat16())
-    assert all(m.dtype is torch.float32 and not m.requires_grad for m in maps)
-    for m in maps:
-        torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
-
-
 def test_attention_maps_leave_model_state():
+    """And are fp32, without gradients, of a model in bf16."""
     model = _vit(attn_drop_rate=0.5, proj_drop_rate=0.5, pos_drop_rate=0.5, drop_path_rate=0.5)
-    model.train()
+    model.bfloat16().train()
     model.blocks[1].eval()
     modes = [m.training for m in model.modules()]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     state = torch.get_rng_state()
-    images = _images().requires_grad_()
+    images = _images().bfloat16().requires_grad_()
     first, second = attention_maps(model, images), attention_maps(model, images)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for m in first:
+        assert m.dtype is torch.float32 and not m.requires_grad
+        torch.testing.assert_close(m.sum(-1), torch.ones(m.shape[:-1], device=DEVICE))
     assert [m.training for m in model.modules()] == modes
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert images.grad is None and all(p.grad is None for p in model.parameters())
 
@@ -83,30 +65,19 @@ def test_attention_maps_with_qkv_hook():
     torch.testing.assert_close(probabilities, torch.full_like(probabilities, 1 / 17))
 
 
-def _hosts():
-    from fastvit_kernels.commands.models import build_model
-
-    timm = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
-    yield "timm", lambda: build_model("timm:vit_tiny_patch16_224", **timm)
-    layer = torch.nn.TransformerEncoderLayer
-    yield (
-        "torch.nn",
-        lambda: torch.nn.TransformerEncoder(
-            layer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True),
-            2,
-            enable_nested_tensor=False,
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "build"), list(_hosts()), ids=lambda x: x if isinstance(x, str) else ""
-)
-def test_attention_maps_of_other_libraries(name, build, request):
+@pytest.mark.parametrize("name", ["timm", "torch"])
+def test_attention_maps_of_other_libraries(name, request):
     """What the first attention's own q and k say, swapped or not; switches are put back."""
-    pytest.importorskip(name.partition(".")[0])
-    model = build()
-    x = torch.randn(2, 3, 8, 8) if name == "timm" else torch.randn(2, 5, 16)
+    if name == "timm":
+        timm = pytest.importorskip("timm")
+        sizes = dict(img_size=8, patch_size=4, embed_dim=16, num_heads=2, depth=2, num_classes=3)
+        model, x = timm.create_model("vit_tiny_patch16_224", **sizes), torch.randn(2, 3, 8, 8)
+    else:
+        layer = torch.nn.TransformerEncoderLayer(
+            16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        x = torch.randn(2, 5, 16)
     request.addfinalizer(partial(torch.backends.mha.set_fastpath_enabled, True))
     for fast in (False, True):
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -116,10 +87,10 @@ def test_attention_maps_of_other_libraries(name, build, request):
     model.eval()
     with torch.no_grad():
         if name == "timm":
-            blocks = []
-            with model.blocks[0].register_forward_pre_hook(lambda m, args: blocks.append(args[0])):
+            block, blocks = model.blocks[0], []
+            with block.register_forward_pre_hook(lambda m, args: blocks.append(args[0])):
                 model(x)
-            qkv = model.blocks[0].attn.qkv(model.blocks[0].norm1(blocks[0]))
+            qkv = block.attn.qkv(block.norm1(blocks[0]))
         else:
             layer = model.layers[0]
             attn = layer.self_attn
