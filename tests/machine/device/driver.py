@@ -157,27 +157,20 @@ def _program(text: str) -> Program:
 def flattened(
     signature: Sequence[Any], values: Sequence[Any], maps: Iterator[Any]
 ) -> Iterator[Any]:
-    """The values that a kernel takes as parameters: tuples unpacked, constexprs left out, tensor
-    descriptors as a map by what `maps` says of each in turn, or without maps as their numbers."""
+    """The values that a kernel takes as parameters: tuples unpacked, constexprs left out, a host's
+    TensorDescriptor as the map that `maps` says the compiler wants, and its numbers."""
     for kind, value in zip(signature, values, strict=True):
         if isinstance(kind, tuple):
             yield from flattened(kind, value, maps)
         elif str(kind).startswith("tensordesc"):
-            yield from _of_descriptor(value, next(maps, None))
+            made = next(maps)
+            if value.padding == "nan" or made["fp4_padded"]:
+                raise NotImplementedError(f"a map with NaN outside, or of fp4: {value}")
+            form = made["block_size"], made["swizzle"], made["elem_type"]
+            yield host_map(value.base, *form, value.shape, value.strides)
+            yield from (*value.shape, *value.strides)
         elif kind != "constexpr":
             yield value
-
-
-def _of_descriptor(x: Any, made: dict[str, Any] | None) -> list[Any]:
-    """A host's TensorDescriptor; `made`: how the compiler wants its map."""
-    sizes = [*x.shape, *x.strides]
-    if made is None:
-        tf32 = [x.round_f32_to_tf32] if hasattr(x, "round_f32_to_tf32") else []  # triton 3.8
-        return [x.base, *sizes, x.padding == "nan", *tf32, *sizes]
-    if x.padding == "nan" or made["fp4_padded"]:
-        raise NotImplementedError(f"a map with NaN outside, or of fp4: {x}")
-    kind = made["swizzle"], made["elem_type"]
-    return [host_map(x.base, made["block_size"], *kind, x.shape, x.strides), *sizes]
 
 
 class _Launcher:

@@ -57,7 +57,7 @@ def rows(recorded: Recorded) -> Iterator[Row]:
             continue
         former, op.run = op.run, lambda group: None
         program.__dict__.pop("runs", None)
-        kind = ".".join(op.parts[: 3 if op.parts[0] == "cp" else 2])
+        kind = ".".join(op.parts[: 3 if op.parts[0] in ("cp", "fence") else 2])
         yield Row(program.name, kind, op.source, noticed(recorded, wanted))
         op.run = former
         program.__dict__.pop("runs", None)
