@@ -38,9 +38,7 @@ class Count:
     """What was called, and the storages that backward keeps."""
 
     calls: list[Call] = field(default_factory=list)
-    kept: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by storage; alive, so that none is reused
+    kept: dict[int, Tensor] = field(default_factory=dict)  # by storage; alive: none is reused
 
     @property
     def bytes(self) -> int:
@@ -71,39 +69,11 @@ class _Counting(TorchDispatchMode):
             self.add(name, (args, kwargs, result))
         return result
 
-    def add(self, name: str, tree: Any, less: int = 0) -> None:
+    def add(self, name: str, tree: Any) -> None:
         leaves = [getattr(x, "base", x) for x in tree_leaves(tree)]  # a tensor map's tensor
-        moved = sum(tensor_bytes(x) for x in leaves if isinstance(x, Tensor)) - less
+        moved = sum(tensor_bytes(x) for x in leaves if isinstance(x, Tensor))
         if moved:
             self.count.calls.append(Call(name, moved))
-
-
-# Of a launch for some samples: the tensors of all samples of which it moves the kept ones' rows.
-ROWS_OF_KEPT = {
-    "norm_fwd": ("x_ptr",),
-    "norm_bwd": ("x_ptr",),
-    "epilogue_fwd": ("y_ptr", "residual_ptr"),
-    "linear_fwd": ("y_ptr", "residual_ptr"),
-    "epilogue_bwd": ("dy_ptr",),
-}
-
-
-def left_out(name: str, given: dict[str, Any]) -> int:
-    """Bytes of a launch's tensors that it does not move, for they are of other samples."""
-    if name == "pass_dropped":
-        B = given["y_ptr"].shape[0]
-        names, share = ("y_ptr", "residual_ptr"), given["num_kept"] / B
-    elif given.get("SUBSET"):
-        names = ROWS_OF_KEPT[name]
-        if name == "norm_fwd":
-            share = 1 - given["y_ptr"].numel() / given["x_ptr"].numel()
-        elif name == "norm_bwd":
-            share = 1 - given["dy_ptr"].numel() / given["x_ptr"].numel()
-        else:
-            share = 1 - 1 / given["keep_scale"]
-    else:
-        return 0
-    return round(sum(tensor_bytes(given[n]) * share for n in names))
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
@@ -142,10 +112,7 @@ def counting() -> Iterator[Count]:
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
-        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        for constants in [x for x in named.values() if hasattr(x, "_asdict")]:
-            named |= constants._asdict()
-        mode.add(name, (args, kwargs), left_out(name, named))
+        mode.add(name, (args, kwargs))
 
     def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastvit_kernels.fuse.backend import Options, rewrite
+from fastvit_kernels.runtime.compat import FakeTensorMode
+from tests.support.private import tree_map_only
 
 
 class _Captured(Exception):
@@ -38,7 +41,8 @@ def capture(call: Callable[..., Any], args: Any, kwargs: Any, compiler: Callable
 
 
 def rewritten(module: nn.Module, args: Any, kwargs: Any, options: Options) -> Callable[..., Any]:
-    """The module's forward by the rewritten graph; parameters are looked up at each call."""
+    """The forward of modules such as this, which comes first, by the rewritten graph; parameters
+    are looked up at each call."""
 
     def compiler(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         sources = [n.meta["grapharg"].source for n in gm.graph.nodes if n.op == "placeholder"]
@@ -49,7 +53,7 @@ def rewritten(module: nn.Module, args: Any, kwargs: Any, options: Options) -> Ca
     places = [compile(name, name, "eval") for name in names]
     signature = inspect.signature(type(module).forward)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(module, *args, **kwargs).arguments
         known = {"self": module, "args": args, "kwargs": kwargs, **bound}
         out = gm(*(eval(place, {"L": known, "torch": torch}) for place in places))
@@ -62,30 +66,24 @@ def whole(model: nn.Module, images: Tensor, options: Options) -> nn.Module:
     """The model, its forward one graph."""
     model.to_empty(device="cpu")
     with torch.autocast("cpu", torch.bfloat16):
-        model.forward = rewritten(model, (images,), {}, options)
+        model.forward = partial(rewritten(model, (images,), {}, options), model)
     return model
 
 
 def by_block(model: Any, images: Tensor, options: Options) -> nn.Module:
-    """The model, each of its blocks a graph."""
-    from fastvit_kernels.runtime.compat import FakeTensorMode
-
+    """The model, its blocks, which are alike, by the graph of the first."""
     model.to_empty(device="cpu")
-    calls: list[Any] = []
-    handles = [
-        block.register_forward_pre_hook(
-            lambda m, args, kwargs: calls.append((m, args, kwargs)), with_kwargs=True
-        )
-        for block in model.blocks
-    ]
+    given: list[Any] = []
+    first = model.blocks[0]
+    hook = first.register_forward_pre_hook(lambda _, *x: given.append(x), with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16):
         with FakeTensorMode(allow_non_fake_inputs=True):
             model(images)
-        for handle in handles:
-            handle.remove()
-        for block, args, kwargs in calls:
-            args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _empty, (args, kwargs))
-            block.forward = rewritten(block, args, kwargs, options)
+        hook.remove()
+        args, kwargs = tree_map_only(Tensor, _empty, given[0])
+        forward = rewritten(first, args, kwargs, options)
+    for block in model.blocks:
+        block.forward = partial(forward, block)
     return model
 
 
