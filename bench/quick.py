@@ -155,11 +155,11 @@ def report(folder: Path) -> tuple[list[str], str]:
     """What is wrong (cases, configs, rows of ours), and the table of the goals."""
     wrong = []
     for line in ResultsCache(folder / CHECKED).lines:
-        if line.get("why"):
-            wrong.append(f"check {line['name']}, {line['dtype']}: {line['why']}")
-        elif line.get("fault"):
+        if line.get("fault"):
             config = " ".join(f"{k}={v}" for k, v in (line["config"] or {}).items())
             wrong.append(f"config {line['table']} [{config}], {line['case']}: {line['fault']}")
+        elif line.get("why"):
+            wrong.append(f"check {line['label']}: {line['why']}")
     rows = read_rows(folder) if (folder / RESULTS).exists() else []
     wrong += [row.describe() for row in bad_rows(rows)]
     return wrong, f"\n{plan.claim_table(rows)}\n\n{conditions(rows)}"

@@ -16,35 +16,39 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from fastvit_kernels.accuracy.runner import Result, quiet_interpreter
+import torch
+
+from fastvit_kernels.accuracy.runner import quiet_interpreter
 from fastvit_kernels.commands import check, options
 from fastvit_kernels.commands.console import CommandError, aligned, refusing
 from fastvit_kernels.runtime.configs import TABLES
 
-from . import all_configs
-from .all_configs import Run
+from . import worker
+from .isolated import Item, python, run_isolated
 from .results_cache import ResultsCache
-from .selection import NoSuchCase, Selection, as_dict, run_cases, run_configs
+from .worker import Line
 
 CASE_TIMEOUT = 300.0  # seconds
 CUT_SHORT = 3  # exit status where --time-budget left something out
 CONFIG_HEADER = ("table", "shipped", "forced", "runs", "worst error / limit", "")
 
 
-def config_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def config_rows(runs: Sequence[Line]) -> list[tuple[str, ...]]:
     """A row for each table of configs."""
     rows = []
     for name, table in sorted(TABLES.items()):
-        mine = [run for run in runs if run.table == name]
-        configs = {run.config for run in mine}
-        faults = sum(run.fault is not None for run in mine)
-        worst = max((run.share for run in mine), default=0.0)
+        mine = [run for run in runs if run["table"] == name]
+        faults = sum(run["fault"] is not None for run in mine)
+        worst = max((run["share"] for run in mine), default=0.0)
         verdict = f"{faults} FAILED" if faults else "ok" if mine else "not reached"
-        counts = (str(len(table.configs)), str(len(configs)), str(len(mine)))
+        counts = (str(len(table.configs)), str(_count_configs(mine)), str(len(mine)))
         rows.append((name, *counts, f"{worst:.2f}", verdict))
     return rows
+
+
+def _count_configs(runs: Sequence[Line]) -> int:
+    return len({(run["table"], str(run["config"])) for run in runs})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,53 +78,77 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _lines(
+    arguments: argparse.Namespace, items: Sequence[Item], device: str, jobs: int
+) -> Iterator[Line]:
+    """Of each item as it ends, as far as the time goes."""
+    budget = arguments.time_budget or math.inf
+    if jobs:
+        command = python("tests.check.worker", device)
+        chunks = worker.chunks_of(items, jobs)
+        for item, said in run_isolated(
+            chunks, command, jobs, arguments.case_timeout, budget=budget
+        ):
+            yield worker.failed(item, said) if isinstance(said, str) else said
+        return
+    end = time.monotonic() + budget
+    lines = worker.run_items(items, torch.device(device))
+    while time.monotonic() <= end and (line := next(lines, None)) is not None:
+        yield line
+
+
 def _run(arguments: argparse.Namespace) -> int:
     device, dtypes, jobs = check.selected(arguments)
+    every = arguments.all_configs
     with refusing(f"--keep {arguments.keep}", OSError, ValueError):
         kept = ResultsCache(arguments.keep)
-    wanted = Selection(
-        device,
-        dtypes,
-        arguments.only,
-        jobs,
-        arguments.case_timeout,
-        kept,
-        arguments.time_budget or math.inf,
-    )
-    every = arguments.all_configs
-    found: Iterator[Result | Run] = run_configs(wanted) if every else run_cases(wanted)
-    results: list[Any] = []
     started = time.perf_counter()
-    with refusing(f"--only {arguments.only}", NoSuchCase), quiet_interpreter():
-        for result in found:
-            results.append(result)
-            if arguments.json:
-                as_line = result.as_dict() if isinstance(result, Result) else as_dict(result)
-                check.print_json(as_line)
-            elif not result.passed:  # at once: what is wrong comes first
-                print(f"FAILED {result.label}: {result.why}", flush=True)
-    failed = [result.label for result in results if not result.passed]
-    passed = not failed
+    with quiet_interpreter():
+        items, results = worker.items_of(device, dtypes, arguments.only, every)
+        if not items and not results:
+            known = dict.fromkeys(case.name for case in worker.cases_of(device, dtypes[0], every))
+            raise CommandError(f"--only {arguments.only}: no case; there are {', '.join(known)}")
+        former = {worker.key_of(line): line for line in kept.lines}
+        keys = [worker.key_of(worker.failed(item, "")) for item in items]
+        results += [former[key] for key in keys if key in former]
+        todo = [item for item, key in zip(items, keys, strict=True) if key not in former]
+        for line in [*results]:
+            _say(line, arguments.json)
+        for line in _lines(arguments, todo, str(device), jobs):
+            results.append(line)
+            kept.add(**line)
+            _say(line, arguments.json)
+    left_out = len(items) - len({*map(worker.key_of, results)} & {*keys})
+    wrong = [line["label"] for line in results if line["why"]]
+    passed = not wrong
     # a selection, or what the time allowed, need not reach every table
-    if every and not (arguments.only or wanted.left_out):
-        passed = all_configs.passed(results)
+    if every and not (arguments.only or left_out):
+        passed = passed and {line["table"] for line in results} >= set(TABLES)
     if arguments.json:
-        check.print_json(check.summary(passed, len(results), failed, device))
+        check.print_json(check.summary(passed, len(results), wrong, device))
     else:
         if every:
             print(aligned([CONFIG_HEADER, *config_rows(results)]))
-            forced = {(run.table, run.config) for run in results}
             shipped = sum(len(table.configs) for table in TABLES.values())
-            print(f"{len(forced)} of {shipped} configs of {len(TABLES)} tables fit here and ran")
+            counts = f"{_count_configs(results)} of {shipped} configs of {len(TABLES)} tables"
+            print(f"{counts} fit here and ran")
         what = "runs of config and case, each twice for equal bits," if every else "cases"
         seconds = time.perf_counter() - started
         print(
-            f"{len(results) - len(failed)} of {len(results)} {what} passed, {seconds:.0f} s, "
+            f"{len(results) - len(wrong)} of {len(results)} {what} passed, {seconds:.0f} s, "
             f"{check.where(device)}"
         )
-        if wanted.left_out:
-            print(f"the time is over: {wanted.left_out} did not run.")
-    return CUT_SHORT if wanted.left_out else int(not passed)
+        if left_out:
+            print(f"the time is over: {left_out} did not run.")
+    return CUT_SHORT if left_out else int(not passed)
+
+
+def _say(line: Line, as_json: bool) -> None:
+    """At once: what is wrong comes first."""
+    if as_json:
+        check.print_json(line)
+    elif line["why"]:
+        print(f"FAILED {line['label']}: {line['why']}", flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> int:

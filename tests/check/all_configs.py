@@ -8,7 +8,7 @@ that config.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,6 @@ from fastvit_kernels.accuracy.runner import first_line, poisoned
 from fastvit_kernels.ops.attention.configs import LIBRARY_BWD
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.runtime.configs import TABLES, Choice, forced, recording
-from fastvit_kernels.runtime.tuned_table import fields
 
 Forced = tuple[tuple[str, Any], ...]  # (table, config) that are in force together
 
@@ -123,10 +122,9 @@ class Reached:
         fits = TABLES[self.table].fits
         return any(fits(choice.gpu, config, *choice.key) for choice in self.choices)
 
-    def configs(self, done: Container[tuple[str, Any]] = ()) -> list[Any]:
-        """Those of its table that fit, but for the (table, config) that are `done`."""
-        configs = TABLES[self.table].configs
-        return [c for c in configs if self.fits(c) and (self.table, c) not in done]
+    def configs(self) -> list[Any]:
+        """Those of its table that fit."""
+        return [config for config in TABLES[self.table].configs if self.fits(config)]
 
 
 @dataclass(frozen=True)
@@ -138,19 +136,6 @@ class Run:
     case: str
     share: float
     fault: str | None
-
-    @property
-    def label(self) -> str:
-        config = {} if self.config is None else fields(self.config)
-        return f"{self.table} [{','.join(f'{k}={v}' for k, v in config.items())}], {self.case}"
-
-    @property
-    def passed(self) -> bool:
-        return self.fault is None
-
-    @property
-    def why(self) -> str:
-        return self.fault or ""
 
 
 def reached_by(case: Case, settings: Forced) -> list[Reached]:
@@ -197,8 +182,3 @@ def run_config(reached: Reached, config: Any, *, repeats: int = 2) -> Run:
     except Fault as error:
         fault = str(error)
     return Run(reached.table, config, case.name, share, fault)
-
-
-def passed(runs: Sequence[Run]) -> bool:
-    """Whether every table was reached and nothing failed."""
-    return {run.table for run in runs} >= set(TABLES) and all(run.fault is None for run in runs)

@@ -1,9 +1,10 @@
-"""Runs jobs in processes of their own: a hang is killed and named, a crash costs one job.
+"""Runs items in processes of their own: a hang is killed and named, a crash costs one item.
 
 An illegal access ends every later launch of its process, and a kernel that hangs cannot be
-interrupted from Python. So each job has a process, in a process group with whatever it starts. A
-job hangs when it prints nothing for its timeout. Not concurrent.futures: a process that dies breaks
-its whole pool, and a pool can neither kill one that hangs nor say what a dead one complained of.
+interrupted from Python. So each chunk of items has a process, in a process group with whatever it
+starts; it prints a JSON object for each item, in order, and what it leaves undone goes to another.
+Not concurrent.futures: a process that dies breaks its whole pool, and a pool can neither kill one
+that hangs nor say what a dead one complained of.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,77 +29,43 @@ from fastvit_kernels.commands.console import term_interrupts
 
 POLL_S = 0.05
 REAPED_S = 10.0  # how long a killed process may take to end: one that hangs in a driver never does
+LOST = 4  # exit status of a process whose device is lost, by an item whose line says so
 
-
-@dataclass(frozen=True)
-class Job:
-    """A command that prints a JSON object a line."""
-
-    name: str
-    command: tuple[str, ...]
-    timeout: float | None = None  # seconds without a line; None: that of the run
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a job printed, and what ended it before its time: a fault, or the end of the budget."""
-
-    job: Job
-    lines: list[dict[str, Any]]
-    failure: str | None
-    is_cut: bool = False
-
-
-def _lines(text: str) -> list[dict[str, Any]]:
-    """The JSON objects of an output; what else it holds, and a torn last line, are left out."""
-    found = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            if isinstance(content := json.loads(line), dict):
-                found.append(content)
-    return found
+Item = dict[str, Any]  # what JSON can hold
 
 
 class _Running:
-    """A job at work."""
+    """A process at work on a chunk."""
 
-    def __init__(self, job: Job, timeout: float, now: float):
-        self.job, self.timeout = job, timeout if job.timeout is None else job.timeout
+    def __init__(self, chunk: Sequence[Item], command: Sequence[str], now: float):
+        self.chunk, self.printed, self.since = chunk, 0, now
         self.out = tempfile.TemporaryFile()  # noqa: SIM115, closed as it is read
         self.err = tempfile.TemporaryFile()  # noqa: SIM115
-        self.printed, self.since = 0, now
         self.process = subprocess.Popen(
-            job.command,
+            [*command, json.dumps(chunk)],
             stdin=subprocess.DEVNULL,
             stdout=self.out,
             stderr=self.err,
             start_new_session=True,
         )
 
-    def is_silent(self, now: float) -> bool:
-        """Whether it printed nothing for its timeout."""
+    def silence(self, now: float) -> float:
+        """Seconds since it last printed."""
         printed = os.fstat(self.out.fileno()).st_size
         if printed != self.printed:
             self.printed, self.since = printed, now
-        return now - self.since > self.timeout
+        return now - self.since
 
     def kill(self) -> None:
         """The process and what it started. It may have ended by itself."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def outcome(self, now: float) -> Outcome | None:
-        """None while it works."""
-        if self.process.poll() is None and not self.is_silent(now):
-            return None
-        return self.end()
-
-    def end(self) -> Outcome:
-        """What it came to: a process that still works is killed."""
-        status = self.process.poll()
-        failure = None
+    def end(self, timeout: float) -> tuple[list[dict[str, Any]], str | None]:
+        """Its lines, and what ended it before its time: a process that still works is killed."""
+        status, failure = self.process.poll(), None
         if status is None:
-            failure = f"not finished after {self.timeout:g} s, killed"
+            failure = f"not finished after {timeout:g} s, killed"
         elif status < 0:
             failure = f"the process was ended by {signal.Signals(-status).name}"
         elif status > 0:
@@ -112,7 +78,12 @@ class _Running:
         printed, complaints = self._read(self.out), self._read(self.err).strip().splitlines()
         if failure is not None and complaints:
             failure = f"{failure}: {complaints[-1].strip()[:300]}"
-        return Outcome(self.job, _lines(printed), failure)
+        lines = []
+        for line in printed.splitlines():
+            with suppress(ValueError):  # what a library prints, and a torn last line
+                if isinstance(content := json.loads(line), dict):
+                    lines.append(content)
+        return lines, failure
 
     @staticmethod
     def _read(file: Any) -> str:
@@ -122,39 +93,46 @@ class _Running:
 
 
 def run_isolated(
-    jobs: Sequence[Job],
+    chunks: Sequence[Sequence[Item]],
+    command: Sequence[str],
     workers: int,
     timeout: float,
     *,
     budget: float = math.inf,
-    then: Callable[[Outcome], Sequence[Job]] = lambda outcome: (),
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[Outcome]:
-    """Run jobs, at most `workers` at once.
+) -> Iterator[tuple[Item, dict[str, Any] | str]]:
+    """Run chunks of items, at most `workers` at once.
 
     Args:
-        timeout: a job that prints no line for so many seconds is killed.
-        budget: seconds after which what still runs is killed; its outcome has what it printed.
-        then: further jobs that follow from an outcome: what a dead process has left undone.
-    Yields: the outcome of each as it ends.
+        command: gets a chunk as its last word.
+        timeout: a process that prints no line for so many seconds is killed.
+        budget: seconds after which what still runs is killed.
+    Yields: as a process ends each item that it has run, with its line, or with what ended the
+        process.
     """
-    waiting, running, end = deque(jobs), list[_Running](), now() + budget
+    waiting, running, end = deque(chunks), list[_Running](), now() + budget
     with term_interrupts():
         try:
             while (waiting or running) and now() < end:
                 while waiting and len(running) < workers:
-                    running.append(_Running(waiting.popleft(), timeout, now()))
+                    running.append(_Running(waiting.popleft(), command, now()))
                 time.sleep(POLL_S)
                 for one in [*running]:
-                    outcome = one.outcome(now())
-                    if outcome is not None:
-                        running.remove(one)
-                        waiting += then(outcome)
-                        yield outcome
+                    if one.process.poll() is None and one.silence(now()) <= timeout:
+                        continue
+                    running.remove(one)
+                    lines, failure = one.end(timeout)
+                    done = len(lines)
+                    yield from zip(one.chunk, lines, strict=False)
+                    if failure is not None and one.process.returncode != LOST:
+                        done = min(done, len(one.chunk) - 1)  # or it died of what it had run
+                        yield one.chunk[done], failure
+                        done += 1
+                    if done < len(one.chunk):
+                        waiting.append(one.chunk[done:])
             while running:
-                outcome = running.pop().end()
-                is_cut = outcome.failure is not None  # else it has just ended by itself
-                yield replace(outcome, failure=None, is_cut=is_cut)
+                one = running.pop()
+                yield from zip(one.chunk, one.end(timeout)[0], strict=False)
         finally:
             for one in running:
                 one.kill()

@@ -1,191 +1,133 @@
-"""What one job of `check` runs: cases in one dtype each, a JSON line for each result.
+"""What `check` runs: cases in a dtype, as they ship or with a launch config forced.
 
-python -m tests.check.worker '{"name": ..., "dtype": ..., "device": ..., "forced": ...}' ...
+python -m tests.check.worker DEVICE '[{"name": ..., "dtype": ...}, ...]'
 
-A process costs seconds before its first kernel, so several cases share one.
-
-`forced` is None for the case as it ships; else the settings behind which its tables are reached,
-each of whose configs runs, by their places in the tables. Before a config a line says that it is
-tried, so that the one that ends the process can be named. A process whose device is lost ends, and
-what it has left goes to another.
+An item says a case and a dtype; of a config also its table, its place there, and the settings
+(table, place) behind which the case asks that table. A line says what came of it. A process costs
+seconds before its first kernel, so several items share one; where the device is lost it ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fastvit_kernels.accuracy.accuracy import Error
 from fastvit_kernels.accuracy.cases import cases_on
 from fastvit_kernels.accuracy.op import Case
 from fastvit_kernels.accuracy.runner import Result, quiet_interpreter, run_case
+from fastvit_kernels.commands.console import finite
 from fastvit_kernels.runtime.configs import TABLES
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 from . import all_configs
-from .all_configs import Reached, Run
+from .all_configs import Reached
 from .config_cases import config_cases
-from .isolated import Job, Outcome, device_lost, python
+from .isolated import LOST, Item, device_lost
 
-LOST = 4  # exit status of a process whose device is lost
+Line = dict[str, Any]
 
 
-def cases_of(device: torch.device, dtype: str, all_configs: bool) -> list[Case]:
+def cases_of(device: torch.device, dtype: str, every_config: bool) -> list[Case]:
     """What is checked on this device, large on a GPU."""
-    if all_configs:
+    if every_config:
         return config_cases(device.type == "cuda", device, DTYPES[dtype])
     return cases_on(device, dtype)
 
 
-def check_job(
-    name: str, dtype: str, device: torch.device, forced: list[dict[str, Any]] | None = None
-) -> Job:
-    """A case as it ships, or each of its configs that are `forced`."""
-    what = {"name": name, "dtype": dtype, "device": str(device), "forced": forced}
-    return Job(name, python(__name__, json.dumps(what)))
+def items_of(
+    device: torch.device, dtypes: Sequence[str], only: str, every_config: bool
+) -> tuple[list[Item], list[Line]]:
+    """The items of the cases whose name contains `only`, and lines of cases that raise before their
+    configs are known."""
+    items: list[Item] = []
+    faults: list[Line] = []
+    for dtype in dtypes:
+        cases = [c for c in cases_of(device, dtype, every_config) if only in c.name]
+        if not every_config:
+            items += [{"name": case.name, "dtype": dtype} for case in cases]
+            continue
+        found, raised = all_configs.reach(cases)
+        faults += [_config_line(run, dtype) for run in raised]
+        for r in sorted(found, key=lambda r: r.case.name):
+            settings = [_place(*setting) for setting in r.settings]
+            for config in r.configs():
+                table, place = _place(r.table, config)
+                where = {"table": table, "config": place, "settings": settings}
+                items.append({"name": r.case.name, "dtype": dtype, **where})
+    return items, faults
 
 
-def config_job(
-    reached: Sequence[Reached],
-    dtype: str,
-    device: torch.device,
-    done: Sequence[tuple[str, Any]] = (),
-) -> Job | None:
-    """Every config that one case reaches but those `done`, by table; None where none is left."""
-    forced = []
-    for r in reached:
-        if left := [_place(r.table, config) for config in r.configs(done)]:
-            settings = [(table, _place(table, config)) for table, config in r.settings]
-            forced.append({"table": r.table, "settings": settings, "configs": left})
-    return check_job(reached[0].case.name, dtype, device, forced) if forced else None
+def chunks_of(items: Sequence[Item], jobs: int) -> list[list[Item]]:
+    """For so many processes; the configs of a case in one, which computes its reference once."""
+    if items and "table" in items[0]:
+        by_case = itertools.groupby(items, lambda item: (item["dtype"], item["name"]))
+        return [[*group] for _, group in by_case]
+    return [[*items[i::jobs]] for i in range(min(jobs, len(items)))]
 
 
-def _place(table: str, config: Any) -> int:
-    return TABLES[table].configs.index(config)
+def run_items(items: Sequence[Item], device: torch.device) -> Iterator[Line]:
+    """A line for each, in order."""
+    for (name, dtype), group in itertools.groupby(items, lambda i: (i["name"], i["dtype"])):
+        every_config = "table" in (same := [*group])[0]
+        case = next(c for c in cases_of(device, dtype, every_config) if c.name == name)
+        for item in same:
+            if not every_config:
+                yield _case_line(run_case(case, dtype))
+                continue
+            settings = tuple((table, TABLES[table].configs[i]) for table, i in item["settings"])
+            reached = Reached(case, item["table"], (), settings)
+            config = TABLES[item["table"]].configs[item["config"]]
+            yield _config_line(all_configs.run_config(reached, config), dtype)
 
 
-def asked(job: Job) -> dict[str, Any]:
-    """What the job is told."""
-    return json.loads(job.command[-1])
+def failed(item: Item, failure: str) -> Line:
+    """The line of an item whose process ended before its own line."""
+    if "table" not in item:
+        return _case_line(Result(item["name"], item["dtype"], [], failure, 0.0))
+    config = TABLES[item["table"]].configs[item["config"]]
+    run = all_configs.Run(item["table"], config, item["name"], 0.0, failure)
+    return _config_line(run, item["dtype"])
 
 
-def grouped(jobs: Sequence[Job], count: int) -> list[Job]:
-    """`check_job`s in so many processes, each case in one of them."""
-    groups = [jobs[i::count] for i in range(min(count, len(jobs)))]
-    return [replace(g[0], command=(*g[0].command, *(j.command[-1] for j in g[1:]))) for g in groups]
+def key_of(line: Line) -> tuple[str, ...]:
+    """What a line is about."""
+    if "table" not in line:
+        return line["name"], line["dtype"]
+    return line["table"], json.dumps(line["config"]), line["case"]
 
 
-def _told(job: Job) -> list[str]:
-    return [word for word in job.command if word.startswith("{")]
+def _case_line(result: Result) -> Line:
+    return {**result.as_dict(), "label": result.label, "why": result.why}
 
 
-def rest_of(outcome: Outcome) -> list[Job]:
-    """A job for the cases or configs that a dead process has not tried."""
-    if asked(outcome.job)["forced"] is None:
-        told = _told(outcome.job)
-        rest = told[max(1, sum("tried" in line for line in outcome.lines)) :]
-        if outcome.failure is None or not rest:
-            return []
-        command = (*outcome.job.command[: -len(told)], *rest)
-        return [replace(outcome.job, name=json.loads(rest[0])["name"], command=command)]
-    tried = {(line["table"], line["config"]) for line in outcome.lines if "tried" in line}
-    if outcome.failure is None or not tried:  # one that dies before the first would die again
-        return []
-    what = asked(outcome.job)
-    for entry in what["forced"]:
-        entry["configs"] = [i for i in entry["configs"] if (entry["table"], i) not in tried]
-    what["forced"] = [entry for entry in what["forced"] if entry["configs"]]
-    command = (*outcome.job.command[:-1], json.dumps(what))
-    return [replace(outcome.job, command=command)] if what["forced"] else []
+def _config_line(run: all_configs.Run, dtype: str) -> Line:
+    config = None if run.config is None else run.config._asdict()
+    words = ",".join(f"{name}={value}" for name, value in (config or {}).items())
+    case = f"{run.case}, {dtype}"
+    about = {"table": run.table, "config": config, "case": case, "share": run.share}
+    label = f"{run.table} [{words}], {case}"
+    return {**about, "fault": run.fault, "label": label, "why": run.fault or ""}
 
 
-def result_of(line: Mapping[str, Any]) -> Result:
-    """Of what `Result.as_dict` gave, read from JSON."""
-    tensors: list[dict[str, Any]] = [
-        {n: math.inf if v is None else v for n, v in tensor.items() if n != "passed"}
-        for tensor in line["tensors"]
-    ]
-    rest = {name: line[name] for name in ("name", "dtype", "failure", "seconds")}
-    return Result(errors=[Error(**tensor) for tensor in tensors], **rest)
+def _place(table: str, config: Any) -> tuple[str, int]:
+    return table, TABLES[table].configs.index(config)
 
 
-def results_of(outcome: Outcome) -> list[Result]:
-    """Of a `check_job`; the case that ended the process has a failure."""
-    results = [result_of(line) for line in outcome.lines if "tensors" in line]
-    told = [json.loads(word) for word in _told(outcome.job)]
-    begun = max(1, sum("tried" in line for line in outcome.lines))
-    if len(results) < begun and not outcome.is_cut:
-        failure, of = outcome.failure or "the process said nothing", told[len(results)]
-        results.append(Result(of["name"], of["dtype"], [], failure, 0.0))
-    elif outcome.failure is not None and results[-1].passed:  # it died of what it had run
-        results[-1] = replace(results[-1], failure=outcome.failure)
-    return results
-
-
-def runs_of(outcome: Outcome) -> list[Run]:
-    """Of a `config_job`; where it was cut short, the fault of the config that it last tried."""
-    runs: list[Run] = []
-    case = outcome.job.name
-    tried: tuple[str, Any] = ("", None)
-    for line in outcome.lines:
-        at = line["table"], TABLES[line["table"]].configs[line["config"]]
-        if line["tried"]:
-            tried = at
-        else:
-            runs.append(Run(*at, case, line["share"], line["fault"]))
-    if outcome.failure is None:
-        return runs
-    if runs and (runs[-1].table, runs[-1].config) == tried:  # it had ended: its fault says more
-        fault = f"{runs[-1].fault or 'passed'}; then {outcome.failure}"
-        return [*runs[:-1], replace(runs[-1], fault=fault)]
-    return [*runs, Run(*tried, case, 0.0, outcome.failure)]
-
-
-def lines_of(job: Job, case: Case) -> Iterator[dict[str, Any]]:
-    """What the job says, as it goes."""
-    what = asked(job)
-    if what["forced"] is None:
-        yield run_case(case, what["dtype"]).as_dict()
-        return
-    for entry in what["forced"]:
-        settings = tuple((table, TABLES[table].configs[i]) for table, i in entry["settings"])
-        (reached,) = (
-            r for r in all_configs.reached_by(case, settings) if r.table == entry["table"]
-        )
-        for i in entry["configs"]:
-            line = {"table": reached.table, "config": i}
-            yield {**line, "tried": True}
-            run = all_configs.run_config(reached, TABLES[reached.table].configs[i])
-            yield {**line, "tried": False, "share": run.share, "fault": run.fault}
-
-
-def main(words: Sequence[str]) -> int:
-    """Run what each JSON says, until the device is lost."""
-    cases: dict[tuple[str, bool], dict[str, Case]] = {}
-    for word in words:
-        job = Job("", (word,))
-        what = asked(job)
-        device, kind = torch.device(what["device"]), (what["dtype"], what["forced"] is not None)
-        if kind not in cases:
-            cases[kind] = {case.name: case for case in cases_of(device, *kind)}
-        case = cases[kind].pop(what["name"])  # its tensors go with it
-        with quiet_interpreter():
-            if what["forced"] is None:
-                print(json.dumps({"tried": what["name"]}), flush=True)
-            for line in lines_of(job, case):
-                print(json.dumps(line), flush=True)
-                fault = line.get("fault") or line.get("failure")
-                if fault is not None and (lost := device_lost(device)) is not None:
-                    print(f"the device is lost: {lost}", file=sys.stderr)
-                    return LOST
+def main(device: torch.device, items: Sequence[Item]) -> int:
+    """Run items until the device is lost."""
+    with quiet_interpreter():
+        for line in run_items(items, device):
+            print(json.dumps(finite(line)), flush=True)
+            if line["why"] and (lost := device_lost(device)) is not None:
+                print(f"the device is lost: {lost}", file=sys.stderr)
+                return LOST
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(torch.device(sys.argv[1]), json.loads(sys.argv[2])))
