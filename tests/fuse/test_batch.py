@@ -7,10 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch._dynamo as dynamo
 from swapped import images, vit
 
 import fastvit_kernels as fk
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 CALLS = {
     "swap_in: example": lambda model, x: fk.swap_in(model, example=x),
@@ -26,13 +27,6 @@ WRONG = [
     (images().shape, r"of a shape: torch.randn\("),
     ("images", r"got str; "),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    dynamo.reset()
-    yield
-    dynamo.reset()
 
 
 @by_call
