@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import cache, reduce
+from functools import reduce
 from itertools import accumulate, zip_longest
 from operator import or_
 from pathlib import Path
@@ -28,31 +28,20 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # What only development runs, and faults are planted in too: folders of tests/.
 TOOLS = ("check", "machine", "model_coverage", "traffic")
 T = TypeVar("T")
-TURNED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-}
+OPPOSITES = [
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+    (ast.And, ast.Or),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.FloorDiv),
+    (ast.BitAnd, ast.BitOr),
+    (ast.LShift, ast.RShift),
+]
+TURNED = dict(OPPOSITES) | {b: a for a, b in OPPOSITES}
+TURNED |= {ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
 UNTOUCHED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 TEXTS = ("help", "metavar", "description", "num_warps", "num_stages", "maxsize", "stacklevel")
 TEXTS += ("strict",)  # of zip: an assertion
@@ -69,29 +58,24 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
     "": ("models/test_vit.py",),
 }
-# Tests that import all and say little of a file
-OF_ALL = ("test_mutate.py", "test_docs.py")
 NOT_RUN = ("__repr__", "__str__")
 # Kernels in Gluon run as PTX alone, in processes that no tracer sees.
-_PTX = "machine/device/test_kernels.py::test_gluon_kernels"
-_FORWARD = (f"{_PTX}[forward, T=100, D=32]", f"{_PTX}[forward, T=150, D=56]")
-_BACKWARD = (f"{_PTX}[backward, T=150]", f"{_PTX}[backward of a projection]")
-_GEMM = (f"{_PTX}[GEMM]", f"{_PTX}[GEMM of an MLP, rebuilt]")
-IN_GLUON = {
-    "ops/attention/forward_pingpong.py": _FORWARD,
-    "ops/attention/backward_pingpong.py": _BACKWARD,
-    "ops/attention/backward_fused_dq.py": (
-        f"{_PTX}[five products, D=32]",
-        f"{_PTX}[five products of a projection]",
-        f"{_PTX}[five products, separate]",
-    ),
-    "ops/common/gemm_warp_specialized.py": _GEMM,
+GLUON = "machine/device/test_kernels.py::test_gluon_kernels"
+FORWARD = ("forward, T=100, D=32", "forward, T=150, D=56")
+BACKWARD = ("backward, T=150", "backward of a projection")
+FIVE = ("five products, D=32", "five products of a projection", "five products, separate")
+GEMM = ("GEMM", "GEMM of an MLP, rebuilt")
+IN_GLUON = {  # the cases of that test
+    "ops/attention/forward_pingpong.py": FORWARD,
+    "ops/attention/backward_pingpong.py": BACKWARD,
+    "ops/attention/backward_fused_dq.py": FIVE,
+    "ops/common/gemm_warp_specialized.py": GEMM,
     "ops/gated_mlp/warp_specialized.py": (
-        f"{_PTX}[gated MLP, the gate last]",
-        f"{_PTX}[gated MLP of separate weights]",
+        "gated MLP, the gate last",
+        "gated MLP of separate weights",
     ),
-    "ops/common/barriers.py": (*_FORWARD, *_BACKWARD, *_GEMM),
-    "runtime/gluon.py": (*_FORWARD[:1], *_GEMM[:1]),
+    "ops/common/barriers.py": (*FORWARD, *BACKWARD, *GEMM),
+    "runtime/gluon.py": (FORWARD[0], GEMM[0]),
 }
 MOST = 4  # files of tests for a file
 MOST_RAN = 150  # tests of a line
@@ -186,13 +170,12 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.FunctionDef) and child.name in NOT_RUN:
                 continue
-            if isinstance(child, ast.Call) and _called(child) in LEFT_AS_THEY_ARE:
+            called = _called(child) if isinstance(child, ast.Call) else ""
+            if called in LEFT_AS_THEY_ARE or called.endswith("Config"):
                 continue
-            if isinstance(child, ast.Call) and _called(child).endswith("Config"):
-                continue
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.If) and "__main__" in ast.dump(child.test):
+            if isinstance(child, ast.If) and re.search(
+                "TYPE_CHECKING|__main__", ast.dump(child.test)
+            ):
                 continue
             yield child
 
@@ -223,8 +206,9 @@ def _short(text: str) -> str:
     return f"{text[:60]}... {hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def _mutants(file: str, source: str) -> Iterator[Fault]:
+def _mutants(file: str) -> Iterator[Fault]:
     """Every fault that could be drawn in a file. An id is of texts: it outlives changes around."""
+    source = (ROOT / path_of(file)).read_text()
     starts = [0]
     for line in source.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -240,23 +224,18 @@ def _mutants(file: str, source: str) -> Iterator[Fault]:
         yield Fault(id, file, new, begin, end, lines)
 
 
-@cache
-def _mutants_of(file: str) -> list[Fault]:
-    return list(_mutants(file, (ROOT / path_of(file)).read_text()))
-
-
 def plant(fault: Fault, source: str) -> str:
     text = source.encode()
     return (text[: fault.begin] + fault.new.encode() + text[fault.end :]).decode()
 
 
-def files_of(root: Path = ROOT) -> list[str]:
+def files() -> list[str]:
     """As faults name them: in fastvit_kernels/, or bench/..., tests/machine/..."""
-    outside = [root / "bench", *(root / "tests" / name for name in TOOLS)]
+    outside = [ROOT / "bench", *(ROOT / "tests" / name for name in TOOLS)]
     found = [p for folder in outside for p in folder.glob("*.py") if p.name[:5] != "test_"]
-    inside = (root / "fastvit_kernels").rglob("*.py")
-    names = [str(p.relative_to(root)) for p in found]
-    names += [str(p.relative_to(root / "fastvit_kernels")) for p in inside]
+    names = [str(p.relative_to(ROOT)) for p in found]
+    package = ROOT / "fastvit_kernels"
+    names += [str(p.relative_to(package)) for p in package.rglob("*.py")]
     return sorted(name for name in names if name not in LAUNCH_CHOICES)
 
 
@@ -273,9 +252,9 @@ def draw(
         return hashlib.sha256(f"{seed}:{fault.id}".encode()).hexdigest()
 
     rooms: dict[str, list[list[Fault]]] = {}
-    for file in files_of():
+    for file in files():
         if any(fnmatch(file, pattern) for pattern in patterns):
-            found = sorted(_mutants_of(file), key=order)
+            found = sorted(_mutants(file), key=order)
             if found:
                 rooms.setdefault(file.rpartition("/")[0].split("/")[0], []).append(found)
     drawn = _in_turn(
@@ -287,16 +266,20 @@ def draw(
 # --- which tests
 
 
+def in_gluon(file: str) -> tuple[str, ...]:
+    return tuple(f"{GLUON}[{case}]" for case in IN_GLUON.get(file, ()))
+
+
 def tests_of(file: str) -> tuple[str, ...]:
     """Those of the file's name and its folder's, and some that name it."""
     *folders, name = file.removesuffix(".py").split("/")
-    paths = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p.name not in OF_ALL]
+    paths = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if p.name != "test_docs.py"]
+    paths = [p for p in paths if p.parent.name != "device"]  # minutes long
     paths.sort(key=lambda p: p.parent.name not in folders[:1])  # those of its room
     named = [p for n in (name, *folders[1:][-1:]) for p in paths if p.name == f"test_{n}.py"]
-    others = [p for p in paths if p.parent.name != "device"]  # minutes long
-    named += [p for p in others if re.search(rf"\b{name}\b", p.read_text())][:MOST]
+    named += [p for p in paths if re.search(rf"\b{name}\b", p.read_text())][:MOST]
     found = [str(p.relative_to(ROOT / "tests")) for p in named]
-    found = [*IN_GLUON.get(file, ()), *found]
+    found = [*in_gluon(file), *found]
     room = next(tests for start, tests in ROOM_TESTS.items() if file.startswith(start))
     few = len(found) < 2 or folders[:1] == ["fuse"]  # whose tests name no rule
     return tuple(dict.fromkeys([*found, *(room if few else ())]))
@@ -322,7 +305,7 @@ class Ran:
         ]
         if not any(first <= n <= last for _, lines in ran for n in lines):
             if file in IN_GLUON:
-                return IN_GLUON[file]
+                return in_gluon(file)
             first, last = 0, sys.maxsize  # what runs at import: all of the file
         for worker, lines in ran:
             there = reduce(or_, (b for n, b in lines.items() if first <= n <= last), 0)
