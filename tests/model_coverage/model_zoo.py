@@ -20,59 +20,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # Files of timm with transformers for images, hybrids among them: attention, or blocks of its form
-TIMM_FILES = (
-    "beit",
-    "cait",
-    "coat",
-    "convit",
-    "crossvit",
-    "davit",
-    "deepseek_vit",
-    "deit",
-    "edgenext",
-    "efficientformer",
-    "efficientformer_v2",
-    "efficientvit_mit",
-    "efficientvit_msra",
-    "eva",
-    "fastvit",
-    "focalnet",
-    "gcvit",
-    "gemma4_vit",
-    "hiera",
-    "hieradet_sam2",
-    "iformer",
-    "levit",
-    "lowformer",
-    "maxxvit",
-    "metaformer",
-    "mlp_mixer",
-    "mobilevit",
-    "mvitv2",
-    "naflexvit",
-    "nest",
-    "nextvit",
-    "pit",
-    "pvt_v2",
-    "qwen3_vit",
-    "sequencer",
-    "shvit",
-    "swiftformer",
-    "swin_transformer",
-    "swin_transformer_v2",
-    "swin_transformer_v2_cr",
-    "tiny_vit",
-    "tnt",
-    "twins",
-    "visformer",
-    "vision_transformer",
-    "vision_transformer_hybrid",
-    "vision_transformer_relpos",
-    "vision_transformer_sam",
-    "vitamin",
-    "volo",
-    "xcit",
-)
+TIMM_FILES = """
+beit cait coat convit crossvit davit deepseek_vit deit edgenext efficientformer
+efficientformer_v2 efficientvit_mit efficientvit_msra eva fastvit focalnet gcvit gemma4_vit
+hiera hieradet_sam2 iformer levit lowformer maxxvit metaformer mlp_mixer mobilevit mvitv2
+naflexvit nest nextvit pit pvt_v2 qwen3_vit sequencer shvit swiftformer swin_transformer
+swin_transformer_v2 swin_transformer_v2_cr tiny_vit tnt twins visformer vision_transformer
+vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam vitamin volo xcit
+""".split()
 
 
 class _RatesOnCpu(TorchFunctionMode):
@@ -167,11 +122,7 @@ def torchvision_small(name: str) -> tuple[nn.Module, Tensor]:
 
 
 _HF_SMALL = dict(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    image_size=48,
-    patch_size=16,
+    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=16
 )
 _HF_WIDE = dict(intermediate_size=128, **_HF_SMALL)
 
@@ -183,7 +134,6 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit_msn": ("ViTMSNModel", "ViTMSNConfig", _HF_WIDE),
     "ijepa": ("IJepaModel", "IJepaConfig", _HF_WIDE),
     "dinov2": ("Dinov2Model", "Dinov2Config", _HF_SMALL),
-    "dinov2_swiglu": ("Dinov2Model", "Dinov2Config", dict(use_swiglu_ffn=True, **_HF_SMALL)),
     "dinov2_with_registers": (
         "Dinov2WithRegistersModel",
         "Dinov2WithRegistersConfig",
@@ -193,19 +143,12 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", dict(num_patches=9, **_HF_WIDE)),
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", _HF_WIDE),
     "dinov3_vit": ("DINOv3ViTModel", "DINOv3ViTConfig", _HF_WIDE),
-    "dinov3_vit_gated": ("DINOv3ViTModel", "DINOv3ViTConfig", dict(use_gated_mlp=True, **_HF_WIDE)),
     "beit": ("BeitModel", "BeitConfig", dict(use_relative_position_bias=True, **_HF_WIDE)),
     "aimv2": ("Aimv2VisionModel", "Aimv2VisionConfig", _HF_WIDE),
     "internvl": (
         "InternVLVisionModel",
         "InternVLVisionConfig",
         _HF_WIDE | dict(image_size=(48, 48), patch_size=(16, 16)),
-    ),
-    "internvl_6b": (
-        "InternVLVisionModel",
-        "InternVLVisionConfig",
-        _HF_WIDE
-        | dict(image_size=(48, 48), patch_size=(16, 16), use_qk_norm=True, norm_type="rms_norm"),
     ),
     "mlcd": ("MLCDVisionModel", "MLCDVisionConfig", _HF_WIDE),
     "pixtral": ("PixtralVisionModel", "PixtralVisionConfig", dict(head_dim=32, **_HF_WIDE)),
