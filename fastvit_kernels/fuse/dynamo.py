@@ -24,8 +24,9 @@ def guard_hooks() -> None:
     """Let the graph that is compiled now see hooks that come after it.
 
     By default Dynamo guards no empty dict of hooks, so that a hook added after the first call never
-    runs. Only the guards of the compile under way change, no setting of torch's. Called by the
-    backend. Gone: torch's default.
+    runs. Only the guards of the compile under way change, no setting of torch's. A hook that is in
+    `_forward_hooks_with_kwargs` is in `_forward_hooks`, too, whose guard is enough: guards are
+    what a call of a small model spends most on. Called by the backend. Gone: torch's default.
     """
     try:
         from torch._dynamo.guards import GuardBuilder
@@ -36,7 +37,8 @@ def guard_hooks() -> None:
     except (ImportError, AttributeError):
         return
     for guard in guards:
-        if guard.create_fn is empty:
+        dict_name = str(getattr(guard.originating_source, "member", ""))
+        if guard.create_fn is empty and not dict_name.endswith("_with_kwargs"):
             guard.create_fn = length
 
 
