@@ -13,6 +13,7 @@ from torch import nn
 
 from . import report, select
 from .batch import check_batch, try_example
+from .measure import measure_step
 from .report import Calls, SwapReport
 from .settings import Compiler, DropPath, Memory, Options
 from .swapped import (
@@ -35,10 +36,15 @@ def _entrances(module: nn.Module) -> list[str]:
     return ["forward"] + [n for n in found if isinstance(getattr_static(cls, n), FunctionType)]
 
 
-def _install(name: str, module: nn.Module, settings: Settings, methods: list[str]) -> list[Calls]:
-    made = [Swapped(module, settings, name, method) for method in methods]
+def _install(model: nn.Module, chosen: dict[str, nn.Module], settings: Settings) -> list[Calls]:
+    """Puts what stands for a method into each module: all entrances of the model, else forward."""
+    made = [
+        Swapped(module, settings, name, method)
+        for name, module in chosen.items()
+        for method in (_entrances(module) if module is model else ["forward"])
+    ]
     for swapped in made:
-        swapped.put_into(module)
+        swapped.put_into(swapped.module)
     return [swapped.calls for swapped in made]
 
 
@@ -95,16 +101,11 @@ def swap_in(
     if not chosen or not any(p.requires_grad or p.numel() for p in model.parameters()):
         warnings.warn(f"swap_in: {type(model).__name__}: nothing to fuse", stacklevel=2)
     swap_out(model)
-    calls = []
-    for name, module in chosen.items():
-        methods = _entrances(module) if module is model else ["forward"]
-        calls += _install(name, module, settings, methods)
+    calls = _install(model, chosen, settings)
     found = SwapReport(list(chosen), calls, left_out, model=report.weakly(model))
     if example is not None:
         try_example(model, example, lambda: swap_out(model))
     if measure is not None:
-        from .measure import measure_step
-
         found.measured = measure_step(model, measure, lambda: swap_out(model))
     return found
 
