@@ -1,4 +1,5 @@
-"""Masked pre-training: patches that are kept, a token in place of others, and the decoder."""
+"""Patches that are kept or drawn, a token in place of others, the decoder of masked pre-training;
+patch embeddings that are called."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ import torch
 from numerics import DEVICE, rand
 from torch import nn
 
-from fastvit_kernels import Block, MaskedDecoder, VisionTransformer, backend, load_weights
+from fastvit_kernels import (
+    Block,
+    MaskedDecoder,
+    PatchEmbed,
+    VisionTransformer,
+    backend,
+    load_weights,
+)
 from fastvit_kernels.models.packing import Crops
 from tests.support.model_parity import randomise
 
@@ -69,21 +77,6 @@ def test_mask_token(no_embed_class):
     params = [model.mask_token, model.pos_embed, model.patch_embed.proj.weight]
     got = model.forward_features(images, mask=mask)
     assert_close_gradients(got, model.norm(model.blocks(tokens)), params)
-
-
-def test_masks_are_dinov2s():
-    """The authors' token, (1, C), is loaded; features of masked images are the host's."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    config = transformers.Dinov2Config(**sizes, image_size=16, patch_size=4)
-    host, model = randomise(transformers.Dinov2Model(config)), encoder(init_values=1.0)
-    report = load_weights(model, host.state_dict())
-    assert not (report.missing or report.unexpected)
-    images, _, hidden = drawn()
-    mask = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE).scatter(1, hidden[:, :7], True)
-    wanted = host(images, bool_masked_pos=mask).last_hidden_state
-    got = model.forward_features(images, mask=mask)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_decoder_is_maes():
@@ -164,3 +157,48 @@ def test_masked_rejects():
             decoder(features, *given)
     with pytest.raises(TypeError, match="encoder must be a VisionTransformer, got Linear"):
         MaskedDecoder(nn.Linear(2, 2), out_dim=4)
+
+
+@pytest.mark.parametrize("rate", [0.6, 0.99])  # one patch is kept at any rate
+def test_patch_dropout_matches_timm(rate):
+    """The same draws from the same seed, hence the same training step."""
+    timm = pytest.importorskip("timm")
+    theirs = randomise(timm.models.VisionTransformer(**SIZES, patch_drop_rate=rate))
+    ours = VisionTransformer(**SIZES, patch_drop_rate=rate).to(DEVICE)
+    load_weights(ours, theirs.state_dict())
+    images = torch.randn(3, 3, 16, 16, device=DEVICE)
+    results = []
+    for model in (ours.train(), theirs.train()):
+        torch.manual_seed(7)
+        out, weights = model(images), dict(model.named_parameters())
+        some = [weights[f"{n}.weight"] for n in ("patch_embed.proj", "blocks.0.attn.proj")]
+        results.append((out, *torch.autograd.grad(out.square().mean(), some)))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-5)
+    ours.eval()
+    assert torch.equal(ours(images), ours(images))
+
+
+OTHER = {
+    "stride": dict(kernel_size=4, stride=2),
+    "padding": dict(kernel_size=4, stride=4, padding=1),
+    "dilation": dict(kernel_size=4, stride=4, dilation=3),
+    "groups": dict(kernel_size=4, stride=4, groups=3),
+}
+
+
+@pytest.mark.parametrize("how", OTHER)
+def test_replaced_patch_conv(how):
+    """Its stride set for dense features, or another one in its place."""
+    module, images = PatchEmbed(16, 4, embed_dim=33).to(DEVICE), torch.randn(2, 3, 16, 16)
+    module.proj = torch.nn.Conv2d(3, 33, **OTHER[how]).to(DEVICE)
+    images = images.to(DEVICE)
+    assert torch.equal(module(images), module.proj(images).flatten(2).mT)
+
+
+def test_keep_with_hooked_proj():
+    """The path that calls the projection gathers afterwards."""
+    model, (images, keep, _) = encoder(reg_tokens=1), drawn()
+    wanted = model.forward_features(images, keep=keep)
+    model.patch_embed.proj.register_forward_hook(lambda *_: None)
+    got = model.forward_features(images, keep=keep)
+    assert_close_gradients(got, wanted, [model.pos_embed, model.patch_embed.proj.weight])
