@@ -3,7 +3,6 @@ wanted, and everything as it was."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -23,54 +22,25 @@ SMALL: dict[str, Any] = dict(
     img_size=16, patch_size=8, num_classes=3, embed_dim=16, depth=1, num_heads=2
 )
 
-# kind of argument -> what it must not be, the error, what that says after the argument's name
+# kind of argument -> what it must not be, the error, what that says after the argument's name; more
+# values of each kind are refused by the same checks in tests/ops/test_bad_calls.py
 BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
-    "count": [
-        (0, V, "must be at least 1, got 0"),
-        ("8", T, "must be an int, got str '8'"),
-        (True, T, "must be an int, got bool True"),
-        (np.float32(8), T, "must be an int, got float32"),
-    ],
-    "number": [
-        (-1, V, "must be at least 0, got -1"),
-        (8.0, T, "must be an int, got float 8.0"),
-    ],
-    "rate": [
-        (-0.1, V, r"must be in \[0, 1"),
-        (1.5, V, r"must be in \[0, 1"),
-        (nan, V, r"must be in \[0, 1"),
-        ("0", T, "must be a number, got str '0'"),
-        (True, T, "must be a number, got bool True"),
-    ],
-    "flag": [
-        (0, T, "must be True or False, got int 0"),
-        ("no", T, "must be True or False, got str 'no'"),
-    ],
-    "eps": [
-        (nan, V, "must be finite and at least 0, got nan"),
-        (-1e-6, V, "must be finite and at least 0, got -1e-06"),
-        (None, T, "must be a number, got NoneType"),
-    ],
+    "count": [(0, V, "must be at least 1, got 0"), (True, T, "must be an int, got bool True")],
+    "number": [(-1, V, "must be at least 0, got -1"), ("8", T, "must be an int, got str '8'")],
+    "rate": [(1.5, V, r"must be in \[0, 1"), (nan, V, r"must be in \[0, 1"), (None, T, "a number")],
+    "flag": [(0, T, "must be True or False, got int 0")],
+    "eps": [(nan, V, "must be finite and at least 0, got nan"), (None, T, "must be a number")],
     "size": [
         ("16", T, r"must be an int or \(height, width\), got '16'"),
         ((16, 16, 16), T, r"must be an int or \(height, width\), got \(16, 16, 16\)"),
         ((16, -16), V, "must be at least 1, got -16"),
-        ((16.0, 16), T, "must be an int, got float 16.0"),
         (True, T, "must be an int, got bool True"),
     ],
-    "ratio": [
-        (0, V, "must be finite and above 0, got 0"),
-        (nan, V, "must be finite and above 0, got nan"),
-        ("4", T, "must be a number, got str '4'"),
-    ],
-    "scale": [
-        (inf, V, "must be finite, got inf"),
-        ([1e-5], T, "must be a number, got list"),
-    ],
+    "ratio": [(0, V, "must be finite and above 0, got 0"), ("4", T, "must be a number, got str")],
+    "scale": [(inf, V, "must be finite, got inf"), ([1.0], T, "must be a number, got list")],
     "choice": [
         ("xavier", V, "must be one of .*, got 'xavier'"),
-        (None, T, "must be one of .*, got None"),
-        (nn.GELU, T, "must be one of .*, got <class"),
+        (3, T, "must be one of .*, got 3"),
     ],
 }
 
@@ -178,14 +148,6 @@ def test_bad_arguments_together(call, error, message):
     assert_refused(call, error, message, message)
 
 
-def test_constructor_signatures():
-    for kind, names in ((fk.Block, ["dim", "num_heads"]), (fk.VisionTransformer, ["img_size"])):
-        parameters = inspect.signature(kind).parameters
-        assert list(parameters)[: len(names)] == names and parameters["memory"].default == "default"
-    block = fk.Block(16, 2, 3.0)
-    assert block.mlp.fc1.out_features == 48 and block.attn.qkv.bias is None
-
-
 # label -> (module, its input, the error, what it says); what an op checks, tests/ops/ has.
 _EMBED = partial(fk.PatchEmbed, 16, 8, 3, 16)
 FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] = {
@@ -193,12 +155,6 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] =
         f"{name}-{kind}": (make, x, error, message.format(argument))
         for name, make, argument, good in (
             ("LayerNorm", partial(fk.LayerNorm, 8), "x", torch.ones(2, 8)),
-            (
-                "no weight",
-                partial(fk.LayerNorm, 8, elementwise_affine=False),
-                "x",
-                torch.ones(2, 8),
-            ),
             ("PatchEmbed", _EMBED, "images", torch.ones(1, 3, 16, 16)),
             ("VisionTransformer", _vit, "images", torch.ones(1, 3, 16, 16)),
         )
@@ -211,6 +167,12 @@ FORWARDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], str]] =
     "PatchEmbed-rank": (_EMBED, torch.ones(3, 16, 16), V, "4 axes"),
     "PatchEmbed-channels": (_EMBED, torch.ones(1, 4, 16, 16), V, "3 channels, got 4"),
     "PatchEmbed-size": (_EMBED, torch.ones(1, 3, 16, 24), V, r"be \(16, 16\) .* got"),
+    "size-dynamic": (
+        partial(_vit, dynamic_img_size=True),
+        torch.ones(1, 3, 7, 40),
+        V,
+        r"images must be at least \(8, 8\) .*, got \(7, 40\)",
+    ),
     "Attention-rank": (partial(fk.Attention, 16, 2), rand(5, 16), V, "must have 3 axes"),
 }
 
@@ -224,13 +186,6 @@ def test_bad_forward(label):
             assert_refused(partial(module, x), error, message, label)
 
 
-def test_meta_device_model():
-    with torch.device("meta"):
-        model = _vit()
-        y = model(torch.ones(2, 3, 16, 16))
-    assert y.is_meta and y.shape == (2, 3)
-
-
 @pytest.mark.parametrize("call", [fk.swap_in, fk.swap_out])
 @pytest.mark.parametrize("x", [None, nn.Linear])
 def test_bad_swap(call, x):
@@ -240,29 +195,23 @@ def test_bad_swap(call, x):
 
 
 IMAGES = torch.ones(1, 3, 16, 16)
-MAPS: list[tuple[Any, Any, type[Exception], str]] = [
-    (None, IMAGES, T, "model must be an nn.Module, got NoneType"),
-    (fk.VisionTransformer, IMAGES, T, "model must be an nn.Module, got type"),
-    (nn.Linear(2, 2), torch.ones(1, 2), V, "attention_maps: Linear computes no attention"),
-    (_vit(), None, T, "images must be"),
-    (_vit(), IMAGES.long(), T, "images must be"),
-    (_vit(), IMAGES.to_sparse(), T, "images must be"),
-    (_vit(), torch.ones(1, 3, 16, 24), V, r"images must be \(16, 16\)"),
-    (_vit(), torch.ones(1, 1, 16, 16), V, "images must have 3 channels, got 1"),
-]
 
 
-@pytest.mark.parametrize(("model", "images", "error", "message"), MAPS)
+@pytest.mark.parametrize(
+    ("model", "images", "error", "message"),
+    [
+        (fk.VisionTransformer, IMAGES, T, "model must be an nn.Module, got type"),
+        (nn.Linear(2, 2), torch.ones(1, 2), V, "attention_maps: Linear computes no attention"),
+        (_vit(), None, T, "images must be"),
+        (_vit(), IMAGES.to_sparse(), T, "images must be"),
+        (_vit(), torch.ones(1, 3, 16, 24), V, r"images must be \(16, 16\)"),
+    ],
+)
 def test_bad_attention_maps(model, images, error, message):
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    modes = [m.training for m in modules]
-    if modules and isinstance(images, torch.Tensor):
-        model.to(rand(1).device)
-        images = images.to(rand(1).device)
     with pytest.raises(error, match=message):
         fk.attention_maps(model, images)
-    assert [m.training for m in modules] == modes
-    assert not any(m._forward_hooks for m in modules)
+    if isinstance(model, nn.Module):
+        assert all(m.training and not m._forward_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("call", [fk.set_backend, fk.backend])
