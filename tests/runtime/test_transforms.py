@@ -6,9 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from numerics import rand
-from tiny_calls import assert_same_bits, every_op, op_and_inputs, small_vit, train_step
+from tiny_calls import every_op, op_and_inputs
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastvit_kernels as fk
@@ -19,20 +18,6 @@ def reference(function, *inputs):
         return function(*inputs)
 
 
-@every_op
-def test_func_grad(op):
-    function, inputs = op_and_inputs(op, grad=False)
-    everything = tuple(range(len(inputs)))
-
-    def loss(*tensors):
-        return function(*tensors).square().sum()
-
-    got = torch.func.grad(loss, everything)(*inputs)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    wanted = torch.autograd.grad(loss(*leaves), leaves)
-    torch.testing.assert_close(list(got), list(wanted), rtol=1e-5, atol=1e-3)
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_op
 def test_func_vmap_and_per_sample_grad(op):
@@ -41,11 +26,13 @@ def test_func_vmap_and_per_sample_grad(op):
     got = torch.func.vmap(lambda x: function(x, *inputs[1:]))(batch)
     torch.testing.assert_close(got, torch.stack([function(x, *inputs[1:]) for x in batch]))
 
-    # By the specification on one side: of sums without vector extensions 2e-4 was seen.
-    gradient = torch.func.grad(lambda x: function(x, *inputs[1:]).square().sum())
-    got, wanted = torch.func.vmap(gradient)(batch), torch.stack([gradient(x) for x in batch])
-    atol = 1e-3 * wanted.abs().max().item()
-    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=atol)
+    def loss(x):
+        return function(x, *inputs[1:]).square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss))(batch)
+    leaves = [x.clone().requires_grad_() for x in batch]
+    wanted = torch.stack([torch.autograd.grad(loss(x), x)[0] for x in leaves])
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3 * wanted.abs().max().item())
 
 
 @every_op
@@ -67,31 +54,6 @@ def test_func_jvp_and_forward_mode(op):
             torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_per_sample_gradients():
-    model, images = small_vit(), rand(3, 1, 8, 8, grad=False)
-    params = {n: p.detach() for n, p in model.named_parameters()}
-
-    def loss(params, image):
-        return functional_call(model, params, (image[None],)).square().sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, images)
-    for i, image in enumerate(images):
-        grads = torch.autograd.grad(loss(dict(model.named_parameters()), image), model.parameters())
-        for (name, got), wanted in zip(each.items(), grads, strict=True):
-            torch.testing.assert_close(got[i], wanted, msg=name, rtol=1e-4, atol=1e-5)
-
-
-def test_functional_call():
-    model, images = small_vit(), rand(2, 1, 8, 8)
-    wanted = train_step(model, images)
-    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    with fk.backend("triton"):
-        out = functional_call(model, params, (images,))
-    grads = torch.autograd.grad(out.square().mean(), list(params.values()))
-    assert_same_bits([out.detach(), *grads], wanted)
-
-
 def test_triton_backend_rejects_transforms():
     function, inputs = op_and_inputs("linear", grad=False)
     with fk.backend("triton"):
@@ -104,12 +66,6 @@ def test_triton_backend_rejects_transforms():
             function(forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
 
 
-def mapped_over_the_first_axis(function, inputs):
-    """vmap over x and what has its shape."""
-    x = inputs[0]
-    torch.func.vmap(function, tuple(0 if t.shape == x.shape else None for t in inputs))(*inputs)
-
-
 @pytest.mark.gpu
 def test_transform_warns_once_on_gpu():
     from fastvit_kernels.runtime import backend
@@ -117,4 +73,4 @@ def test_transform_warns_once_on_gpu():
     backend._say_once.cache_clear()
     function, inputs = op_and_inputs("layer_norm", grad=False)
     with pytest.warns(UserWarning, match=r"layer_norm takes the PyTorch path: a torch\.func"):
-        mapped_over_the_first_axis(function, inputs)
+        torch.func.vmap(lambda x: function(x, *inputs[1:]))(inputs[0][None])
