@@ -11,6 +11,7 @@ import torch
 from numerics import DEVICE
 from tiny_calls import OPS, assert_same_bits, op_and_inputs, step
 
+from fastvit_kernels.runtime import configs
 from fastvit_kernels.runtime.backend import INTERPRETED
 
 
@@ -33,35 +34,12 @@ def one_launch_at_a_time(monkeypatch):
     sys.setswitchinterval(interval)
 
 
-def forget_everything():
-    from fastvit_kernels.runtime import configs as launch_configs
-
-    launch_configs._forget()
-
-
-def in_threads(function, count):
-    """function(0), ..., function(count - 1), each in a thread of its own that starts at once."""
-    barrier, cores = threading.Barrier(count), torch.get_num_threads()
-
-    def work(index):
-        torch.set_num_threads(cores)  # a new thread has torch's default, and bits depend on it
-        barrier.wait()
-        return function(index)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, range(count)))
-
-
 def test_threads_bits(one_launch_at_a_time):
     """Every op, forward and backward, in four threads whose caches are empty at first."""
 
     def all_ops(index):
         results = []
-        if DEVICE.type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.default_stream())
-        else:
-            stream = None
+        stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
         with torch.cuda.stream(stream):
             for op in OPS:
                 results += step(*op_and_inputs(op, seed=index))
@@ -70,6 +48,15 @@ def test_threads_bits(one_launch_at_a_time):
         return results
 
     wanted = [all_ops(index) for index in range(4)]
-    forget_everything()
-    for got, want in zip(in_threads(all_ops, 4), wanted, strict=True):
+    configs._forget()
+    barrier, cores = threading.Barrier(4), torch.get_num_threads()
+
+    def at_once(index):
+        torch.set_num_threads(cores)  # a new thread has torch's default, and bits depend on it
+        barrier.wait()
+        return all_ops(index)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(at_once, range(4)))
+    for got, want in zip(found, wanted, strict=True):
         assert_same_bits(got, want)
