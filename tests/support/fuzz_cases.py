@@ -19,38 +19,17 @@ from fastvit_kernels.runtime.dtypes import DTYPES
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 FLOATS = list(DTYPES)
-EDGES = [
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    50,
-    63,
-    64,
-    65,
-    96,
-    127,
-    128,
-    129,
-    191,
-    193,
-    196,
-    197,
-    255,
-    256,
-    257,
-]
+NEXT_TO = {n + by for n in (16, 32, 64, 128, 256) for by in (-1, 0, 1)}
+EDGES = sorted(NEXT_TO | {50, 96, 191, 193, 196, 197})
 LONG = [300, 511, 512, 513, 576, 577, 600]
 BATCH = (1, 2, 0, 1, 2, 3, 5)
 
 
 class Pick:
-    """Choices by hypothesis: op_facts.py says what each is."""
+    """Choices by hypothesis, which can shrink them."""
 
     def __init__(self, draw: Draw, low: bool):
-        self.draw, self.low = draw, low
+        self.draw, self.low = draw, low  # low: products are of 16 bits
 
     def __call__(self, *options: Any) -> Any:
         return self.draw(st.sampled_from(options))
@@ -59,6 +38,7 @@ class Pick:
         return self.draw(st.integers(low, high))
 
     def up_to(self, most: int) -> int:
+        """1 ... most, small ones and those next to a tile's edge more often."""
         parts = [st.integers(1, min(most, 24)), st.integers(1, most)]
         parts += [
             st.sampled_from(edges) for e in (EDGES, LONG) if (edges := [n for n in e if n <= most])
@@ -66,6 +46,7 @@ class Pick:
         return self.draw(st.one_of(parts))
 
     def rows(self, most: int, *, none: bool = False) -> Shape:
+        """Leading axes of at most `most` rows: mostly (B, T), seldom empty, () where `none`."""
         if none and self.integer(0, 15) == 15:
             return ()
         batch = self(*BATCH)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from fastvit_kernels.accuracy.entries.gated_mlp import gated_sizes
 from fastvit_kernels.accuracy.op import Op, Shape
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 
+if TYPE_CHECKING:
+    from fuzz_cases import Pick
+
 
 @dataclass(frozen=True)
 class Option:
@@ -27,28 +30,6 @@ class Option:
 
     kind: str
     draws: tuple[Any, ...] = ()  # what the fuzz test takes; nothing: it follows from the sizes
-
-
-class Pick(Protocol):
-    """Random choices of the fuzz test, which can shrink what they give."""
-
-    low: bool  # whether products are of 16 bits
-
-    def __call__(self, *options: Any) -> Any:
-        """One of the options."""
-        ...
-
-    def integer(self, low: int, high: int) -> int:
-        """low ... high, both included."""
-        ...
-
-    def up_to(self, most: int) -> int:
-        """1 ... most, small ones and those next to a tile's edge more often."""
-        ...
-
-    def rows(self, most: int, *, none: bool = False) -> Shape:
-        """Leading axes of at most `most` rows: mostly (B, T), seldom empty, () where `none`."""
-        ...
 
 
 @dataclass(frozen=True)

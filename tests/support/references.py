@@ -41,12 +41,11 @@ class Reference(nn.Module):
 
 
 class ScratchAttention(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float):
+    def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads, self.scale = heads, (dim // heads) ** -0.5
         self.to_qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.to_out = nn.Linear(dim, dim)
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -54,22 +53,16 @@ class ScratchAttention(nn.Module):
             for part in self.to_qkv(x).chunk(3, dim=-1)
         )
         attention = (q @ k.transpose(-2, -1) * self.scale).softmax(dim=-1)
-        return self.drop(self.to_out((attention @ v).transpose(1, 2).flatten(2)))
+        return self.to_out((attention @ v).transpose(1, 2).flatten(2))
 
 
 class ScratchBlock(nn.Module):
-    def __init__(self, dim: int, heads: int, dropout: float):
+    def __init__(self, dim: int, heads: int):
         super().__init__()
         self.norm_attention = nn.LayerNorm(dim)
-        self.attention = ScratchAttention(dim, heads, dropout)
+        self.attention = ScratchAttention(dim, heads)
         self.norm_mlp = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(dim, 4 * dim),
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(4 * dim, dim),
-            nn.Dropout(dropout),
-        )
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_attention(x))
@@ -88,27 +81,19 @@ class ScratchViT(Reference):
         r"layers\.(\d+)\.attention\.to_out\.(\w+)": r"blocks.\1.attn.proj.\2",
         r"layers\.(\d+)\.norm_mlp\.(\w+)": r"blocks.\1.norm2.\2",
         r"layers\.(\d+)\.mlp\.0\.(\w+)": r"blocks.\1.mlp.fc1.\2",
-        r"layers\.(\d+)\.mlp\.3\.(\w+)": r"blocks.\1.mlp.fc2.\2",
+        r"layers\.(\d+)\.mlp\.2\.(\w+)": r"blocks.\1.mlp.fc2.\2",
         r"to_classes\.0\.(\w+)": r"fc_norm.\1",
         r"to_classes\.1\.(\w+)": r"head.\1",
     }
 
-    def __init__(
-        self,
-        image_size: int = 224,
-        patch_size: int = 16,
-        classes: int = 1000,
-        dim: int = 768,
-        depth: int = 12,
-        heads: int = 8,
-        dropout: float = 0.0,
-    ):
+    def __init__(self, image_size: int, classes: int, depth: int):
         super().__init__()
+        patch_size, dim, heads = 16, 768, 8
         self.patches = nn.Conv2d(3, dim, patch_size, patch_size)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))
         self.positions = nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, dim))
-        self.drop = nn.Dropout(dropout)
-        self.layers = nn.ModuleList([ScratchBlock(dim, heads, dropout) for _ in range(depth)])
+        self.drop = nn.Identity()  # its output is a stage
+        self.layers = nn.ModuleList([ScratchBlock(dim, heads) for _ in range(depth)])
         self.to_classes = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, classes))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -153,7 +138,7 @@ class NotebookBlock(nn.Module):
 
 
 class NotebookViT(Reference):
-    """Reference 5: the digits model by default; 512 x 512, patch 16, D=128 by arguments."""
+    """Reference 5: the digits model."""
 
     names: ClassVar[dict[str, str]] = {
         r"cls": "cls_token",
@@ -172,20 +157,10 @@ class NotebookViT(Reference):
         r"classes\.(\w+)": r"head.\1",
     }
 
-    def __init__(
-        self,
-        image_size: int = 28,
-        patch_size: int = 2,
-        channels: int = 1,
-        dim: int = 64,
-        depth: int = 2,
-        heads: int = 2,
-        mlp_dim: int = 256,
-        representation_size: int = 32,
-        classes: int = 10,
-    ):
+    def __init__(self, image_size: int = 28, dim: int = 64, mlp_dim: int = 256):
         super().__init__()
-        self.patches = nn.Conv2d(channels, dim, patch_size, patch_size)
+        patch_size, depth, heads, representation_size, classes = 2, 2, 2, 32, 10
+        self.patches = nn.Conv2d(1, dim, patch_size, patch_size)
         self.cls = nn.Parameter(torch.randn(1, 1, dim))
         self.positions = nn.Parameter(torch.randn(1, (image_size // patch_size) ** 2 + 1, dim))
         self.blocks = nn.ModuleList([NotebookBlock(dim, heads, mlp_dim) for _ in range(depth)])
