@@ -2,7 +2,6 @@
 models with their weights, and what a model does with them otherwise."""
 
 import copy
-import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -12,17 +11,11 @@ import timm
 import torch
 import transformers
 from model_parity import assert_parity, random_images, randomise, stages_of, timm_names
-from numerics import DEVICE, rand
+from numerics import DEVICE
 from timm.models.eva import Eva
 from torch import nn
 
-from fastvit_kernels import (
-    Attention,
-    VisionTransformer,
-    create_vit,
-    load_weights,
-)
-from fastvit_kernels.measure.model_errors import model_errors
+from fastvit_kernels import VisionTransformer, create_vit, load_weights
 from fastvit_kernels.models.presets import preset_names
 from fastvit_kernels.models.rope_tables import RotaryEmbedding
 
@@ -32,7 +25,6 @@ SMALL: dict[str, Any] = dict(
 )
 norm_1e_5 = partial(nn.LayerNorm, eps=1e-5)
 _TIMM = dict(rope_type="dinov3", rope_temperature=100.0, rope_rotate_half=True)
-_DINOV3 = dict(rope_type="dinov3")
 # what -> (arguments of both, those of timm's model, ours)
 EVA: dict[str, tuple[dict, dict, dict]] = {
     "dinov3": (
@@ -47,21 +39,17 @@ EVA: dict[str, tuple[dict, dict, dict]] = {
     ),
     "rope-qk_norm": (dict(qk_norm=True), dict(attn_type="rope"), {}),
 }
-VIT: dict[str, tuple[dict, dict, dict]] = {"qk_norm": (dict(qk_norm=True, reg_tokens=2), {}, {})}
 
 
 def _host(what: str, **more: Any) -> Any:
-    if what in EVA:
-        common, own, _ = EVA[what]
-        shared = {"global_pool": "avg", "use_rot_pos_emb": True, **_TIMM}
-        return randomise(Eva(**{**SMALL, **shared, **common, **own, **more}))
-    common, own, _ = VIT[what]
-    return randomise(timm.models.VisionTransformer(**{**SMALL, **common, **own, **more}))
+    common, own, _ = EVA[what]
+    shared = {"global_pool": "avg", "use_rot_pos_emb": True, **_TIMM}
+    return randomise(Eva(**{**SMALL, **shared, **common, **own, **more}))
 
 
 def _model(what: str, **more: Any) -> Any:
-    common, _, own = (EVA | VIT)[what]
-    shared = {"global_pool": "avg", **_DINOV3} if what in EVA else {}
+    common, _, own = EVA[what]
+    shared = {"global_pool": "avg", "rope_type": "dinov3"}
     return VisionTransformer(**{**SMALL, **shared, **common, **own, **more}).to(DEVICE).eval()
 
 
@@ -76,31 +64,22 @@ def _images(batch=2):
     return random_images(batch, 3, 32, 24)
 
 
-@pytest.mark.parametrize("what", [*EVA, *VIT])
+@pytest.mark.parametrize("what", EVA)
 def test_timm(what):
     model, host = _pair(what)
     stages = stages_of(1)
     assert_parity(model, host, _images(), stages=stages, host_stages=stages, names=timm_names)
 
 
-def _gradients(model: Any, images: torch.Tensor, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    y = model(images)
-    y.backward(upstream)
-    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    return {"logits": y.detach(), **timm_names(grads)}
-
-
 @pytest.mark.parametrize("what", ["dinov3", "rope-qk_norm"])
 def test_dynamic_img_size(what):
     """Tables for their grid, and learned positions resampled to it: of 4 x 3 patches, 3 x 4."""
     model, host = _pair(what, dynamic_img_size=True)
-    images, upstream = random_images(2, 3, 24, 32), rand(2, 5, grad=False, seed=3)
-    expected = _gradients(host, images, upstream)
-    for name, x in _gradients(model, images, upstream).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-3, atol=1e-4, msg=name)
+    images = random_images(2, 3, 24, 32)
+    expected = host(images)
+    torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-4)
     larger = nn.functional.pad(images, (0, 5, 0, 3))  # a remainder of rows and columns is left out
-    torch.testing.assert_close(model(larger), expected["logits"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(larger), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_rope_tables_fp32_not_in_state_dict():
@@ -115,60 +94,15 @@ def test_rope_tables_fp32_not_in_state_dict():
     assert torch.equal(rope.to_empty(device=DEVICE).cos, kept)
 
 
-@pytest.mark.parametrize("layer", ["q_norm", "k_norm"])
-def test_attention_hooks(layer):
-    model, host = _pair("qk_norm")
-    plain = model(_images())
-    for vit in (model, host):
-        vit.blocks[0].attn.get_submodule(layer).register_forward_hook(lambda _m, _i, y: 2 * y + 1)
-    out = model(_images())
-    torch.testing.assert_close(out, host(_images()), rtol=1e-4, atol=1e-5)
-    assert (out - plain).abs().max() > 1e-2
-
-
-def test_model_errors_of_every_option():
-    """What `train` checks first, of our own ViT."""
-    for arguments in (
-        dict(
-            _DINOV3,
-            reg_tokens=2,
-            qk_norm=True,
-            key_bias=False,
-            mlp_layer="SwiGLU",
-            attn_head_dim=24,
-        ),
-        dict(qk_norm=True, pos_embed="none", mlp_layer="SwiGLUPacked"),
-    ):
-        model = randomise(VisionTransformer(**{**SMALL, **arguments, "act_layer": "silu"}))
-        errors = model_errors(model, _images(1))
-        assert len(errors) == 2 + len(list(model.parameters()))
-        assert all(e.passed for e in errors), [str(e) for e in errors if not e.passed]
-
-
-# One of each family and kind; none of their weights has memory that is written.
-PRESETS = (
-    "vit_tiny_patch16_dinov3_qkvb",
-    "vit_small_plus_patch16_dinov3",
-)
-
-
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
 def test_create_vit_outputs(name):
-    """Activations, gates, pooling, LayerScale: on a small model with timm's random weights."""
-    side = 2 * int(re.findall(r"patch(\d+)", name)[0])
-    small: Any = dict(depth=1, embed_dim=48, num_heads=3, img_size=side, num_classes=5)
+    """Gates, pooling, LayerScale, images of any size: with timm's random weights."""
+    small: Any = dict(depth=1, embed_dim=48, num_heads=3, img_size=32, num_classes=5)
     model, host = create_vit(name, **small).to(DEVICE).eval(), timm.create_model(name, **small)
-    scales = [x for n, x in host.state_dict().items() if "gamma_1" in n or "ls1.gamma" in n]
-    ours = model.blocks[0].ls1
-    assert bool(scales) == (ours is not None)
-    if ours is not None:
-        assert ours.gamma.tolist() == scales[0].tolist()
+    assert model.blocks[0].ls1.gamma.tolist() == host.blocks[0].gamma_1.tolist()
     host = randomise(host)
     assert not load_weights(model, host.state_dict()).missing
-    if getattr(host, "dynamic_img_size", False):
-        side += side // 2
-    assert model.patch_embed.strict_img_size == host.patch_embed.strict_img_size
-    images = random_images(2, 3, side)
+    images = random_images(2, 3, 48)
     torch.testing.assert_close(model(images), host(images), rtol=1e-4, atol=1e-4)
 
 
@@ -196,12 +130,11 @@ def test_presets_match_timm(name):
     assert _structure(ours, dict) == _structure(theirs, timm_names)
 
 
-SIZES = ("patch16_224", "huge_patch14_224", "dinov3")  # a name of each
+ENDS = ("patch16_224", "huge_patch14_224", "dinov3")  # ends of names
+EACH_SIZE = [n for n in preset_names() if n.endswith(ENDS) and timm.is_model(n)]
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in preset_names() if n.endswith(SIZES) and timm.is_model(n)]
-)
+@pytest.mark.parametrize("name", EACH_SIZE)
 def test_presets_have_timms_depth(name):
     with torch.device("meta"):
         assert len(create_vit(name).blocks) == len(timm.create_model(name).blocks)
@@ -227,11 +160,18 @@ def test_transformers_dinov3(gated):
     host = _transformers_dinov3(gated)
     mlp = dict(mlp_layer="SwiGLU", act_layer="silu") if gated else {}
     model = _model(
-        "dinov3", img_size=32, reg_tokens=2, num_classes=0, global_pool="", mlp_ratio=1.5, **mlp
+        "dinov3",
+        img_size=32,
+        reg_tokens=2,
+        num_classes=0,
+        global_pool="",
+        mlp_ratio=1.5,
+        mask_token=True,
+        **mlp,
     )
     report = load_weights(model, host.state_dict())
     assert report.family == "transformers" and not report.missing, str(report)
-    assert report.unexpected == ("embeddings.mask_token",)
+    assert not report.unexpected, str(report)
     images = random_images(2, 3, 32, 32)
     expected = host(images).last_hidden_state
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
@@ -249,13 +189,13 @@ def _in_the_authors_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def test_load_weights_key_bias():
     model = randomise(_model("dinov3"))
     state = _in_the_authors_names(model.state_dict())
-    with pytest.raises(ValueError, match="must be 0 for the keys in a model with key_bias=False"):
-        load_weights(_model("dinov3"), state)
     one = copy.deepcopy(state)
     for name in [n for n in one if n.endswith("qkv.bias")]:
         q, k, v = one[name].chunk(3)
         one[name] = torch.cat((q, torch.eye(1, len(k))[0], v))  # of all keys' biases
-    with pytest.raises(ValueError, match=r"must be 0 for the keys .*got up to 1"):
+    with pytest.raises(
+        ValueError, match=r"must be 0 for the keys in a model with key_bias=False, got up to 1"
+    ):
         load_weights(_model("dinov3"), one)
     masked = {**state, "blocks.0.attn.qkv.bias_mask": torch.zeros(144)}
     again = _model("dinov3")
@@ -264,22 +204,3 @@ def test_load_weights_key_bias():
     whole = _model("dinov3", key_bias=True)
     assert not load_weights(whole, model.state_dict()).missing
     torch.testing.assert_close(whole(_images()), model(_images()))
-
-
-def test_heads_dtype():
-    """Biases and norms in fp32, as under autocast, round to it: attention runs in 16 bits."""
-
-    class Norm(nn.Identity):
-        def forward(self, input):
-            return input.float()
-
-    attn = Attention(48, 3, None, True, qk_norm=True, norm_layer=Norm, key_bias=False).to(DEVICE)
-    assert {x.dtype for x in attn.heads(rand(2, 5, 144, dtype=bf16))} == {bf16}
-
-
-def test_qk_norm_eps():
-    """Norms of queries and keys that differ are called, each with its own eps."""
-    model, host = _pair("qk_norm")
-    for vit in (model, host):
-        vit.blocks[0].attn.k_norm.eps = 0.5
-    torch.testing.assert_close(model(_images()), host(_images()), rtol=1e-4, atol=1e-5)
