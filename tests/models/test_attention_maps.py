@@ -8,7 +8,7 @@ from model_parity import randomise
 from numerics import DEVICE, rand
 from references import NotebookViT
 
-from fastvit_kernels import VisionTransformer, attention_maps, load_weights, swap_in
+from fastvit_kernels import VisionTransformer, attention_maps, create_vit, load_weights, swap_in
 
 
 def _vit(**overrides):
@@ -22,15 +22,7 @@ def _images(batch=2, channels=3, size=16):
 
 def test_attention_maps_match_notebook():
     reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
-    model = _vit(
-        img_size=8,
-        patch_size=2,
-        in_chans=1,
-        num_classes=10,
-        embed_dim=32,
-        depth=2,
-        representation_size=32,
-    )
+    model = create_vit("vit_mnist", img_size=8, embed_dim=32).to(DEVICE)
     load_weights(model, reference.timm_state_dict())
     images = _images(3, 1, 8)
     maps = attention_maps(model, images)
