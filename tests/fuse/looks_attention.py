@@ -639,30 +639,8 @@ SDPA_MASKS = {
 # Rotations ------------------------------------------------------------------------------------
 
 
-def turned(half: Callable[[Tensor], Tensor], table: Callable[..., Any], prefix: int = 0) -> Any:
-    """Queries and keys turned by tables of (kit, q)."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = packed(kit, x)
-        return kit.o(join(sdpa(turn(kit, q), turn(kit, k), v)))
-
-    def turn(kit: Kit, t: Tensor) -> Tensor:
-        rest = t[:, :, prefix:]
-        cos, sin = table(kit, rest)
-        rest = rest * cos + half(rest) * sin
-        return torch.cat((t[:, :, :prefix], rest), 2) if prefix else rest
-
-    return forward
-
-
 def tables(kit: Kit, t: Tensor) -> tuple[Tensor, Tensor]:
     return kit.cos[: t.shape[2]], kit.sin[: t.shape[2]]
-
-
-def of_heads(kit: Kit, t: Tensor) -> tuple[Tensor, Tensor]:
-    """(H, T, D) as if it were (B, T, D)."""
-    T = t.shape[2]
-    return kit.cos[: 4 * T].view(4, T, D), kit.sin[: 4 * T].view(4, T, D)
 
 
 def each(q: Callable[..., Tensor], k: Callable[..., Tensor]) -> Any:
@@ -678,147 +656,209 @@ def plain(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return t * cos + rotate_half(t) * sin
 
 
+def by_parts(interleaved: bool, sign: int = 1) -> Callable[..., Tensor]:
+    """By tables of half the columns."""
+
+    def turn(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = t.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else t.chunk(2, -1)
+        parts = (a * cos - b * sin, a * sin + cos * b)
+        if sign < 0:
+            parts = (a * cos + b * sin, b * cos - a * sin)
+        return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+
+    return turn
+
+
+def by_complex(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    z = torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2)) * torch.complex(cos, sin)
+    return torch.view_as_real(z).flatten(3).type_as(t)
+
+
+def of_part(turn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """By the tables' first half of columns."""
+    return lambda t, cos, sin: turn(t, cos[:, : D // 2], sin[:, : D // 2])
+
+
+def written_while_turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    shown = t.view(t.shape)
+    first = shown * cos
+    t.mul_(2)
+    return first + rotate_half(shown) * sin
+
+
+def without_gradient(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    with torch.no_grad():
+        return plain(t, cos, sin)
+
+
+def of_a_table_that_is_written(kit: Kit, x: Tensor) -> Tensor:
+    q, k, v = packed(kit, x)
+    cos, sin = tables(kit, q)
+    base = cos.clone()
+    shown = base.view(cos.shape)
+    q = plain(q, shown.cos(), sin)
+    base.add_(1)
+    return sdpa(q, plain(k, shown.cos(), sin), v)
+
+
+def both(turn: Callable[..., Tensor]) -> Any:
+    return each(turn, turn)
+
+
+def partner(half: Callable[[Tensor], Tensor]) -> Any:
+    return both(lambda t, cos, sin: t * cos + half(t) * sin)
+
+
+def by_tables(make: Callable[..., Any]) -> Any:
+    """Halves by other tables, made of (cos, sin)."""
+    return both(lambda t, cos, sin: plain(t, *make(cos, sin)))
+
+
+def before_transpose(*index: Any) -> Any:
+    """Tables at `index`, while tokens stand before heads."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)
+        q, k = (plain(t, kit.cos[index], kit.sin[index]) for t in (q, k))
+        return sdpa(*(t.transpose(1, 2) for t in (q, k, v)))
+
+    return forward
+
+
+def of_all(how: Callable[..., Any]) -> Any:
+    """sdpa of what `how` makes of (kit, q, k, v, cos, sin)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        return sdpa(*how(kit, q, k, v, *tables(kit, q)))
+
+    return forward
+
+
+def table_written_between(kit: Kit, x: Tensor) -> Tensor:
+    q, k, v = packed(kit, x)
+    q = plain(q, *tables(kit, q))
+    kit.cos.mul_(0.5)
+    return sdpa(q, plain(k, *tables(kit, k)), v)
+
+
+def turned_seen(kit: Kit, x: Tensor) -> Any:
+    q, k, v = packed(kit, x)
+    q = plain(q, *tables(kit, q))
+    return sdpa(q, plain(k, *tables(kit, k)), v), q
+
+
 ROTATIONS = {
-    "halves": turned(rotate_half, tables),
-    "pairs": turned(rotate_pairs, tables),
-    "prefix": turned(rotate_half, tables, 1),
-    "prefix of pairs": turned(rotate_pairs, tables, 2),
-    "sin for cos": turned(rotate_half, lambda kit, t: tables(kit, t)[::-1]),
-    "other sign": turned(lambda t: -rotate_half(t), tables),
-    "no sign": turned(lambda t: torch.cat((t[..., 4:], t[..., :4]), -1), tables),
-    "sign of the other half": turned(lambda t: torch.cat((-t[..., :4], t[..., 4:]), -1), tables),
-    "flip": turned(lambda t: t.flip(-1), tables),
-    "thirds": turned(lambda t: torch.cat((-t[..., 2:], t[..., :2]), -1), tables),
-    "stacked halves": turned(
-        lambda t: torch.stack((-t[..., 4:], t[..., :4]), -1).flatten(-2), tables
+    "halves": both(plain),
+    "pairs": partner(rotate_pairs),
+    "prefix": both(
+        lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t[:, :, 1:], cos[1:], sin[1:])), 2)
     ),
-    "odd pairs": turned(
-        lambda t: torch.stack((-t[..., ::2], t[..., 1::2]), -1).flatten(-2), tables
+    "other sign": partner(lambda t: -rotate_half(t)),
+    "no sign": partner(lambda t: t.roll(4, -1)),
+    "both signs": partner(lambda t: -t.roll(4, -1)),
+    "sign of the other half": partner(lambda t: torch.cat((-t[..., :4], t[..., 4:]), -1)),
+    "flip": partner(lambda t: t.flip(-1)),
+    "thirds": partner(lambda t: torch.cat((-t[..., 2:], t[..., :2]), -1)),
+    "halves into pairs": partner(lambda t: torch.stack((-t[..., 4:], t[..., :4]), -1).flatten(-2)),
+    "pairs into halves": partner(lambda t: torch.cat((-t[..., 1::2], t[..., ::2]), -1)),
+    "odd pairs": partner(lambda t: torch.stack((-t[..., ::2], t[..., 1::2]), -1).flatten(-2)),
+    "sign in pairs": partner(lambda t: torch.stack((t[..., 1::2], -t[..., ::2]), -1).flatten(-2)),
+    "of tokens": partner(lambda t: t.roll(1, 2)),
+    "of heads": partner(lambda t: t.roll(1, 1)),
+    "partner detached": partner(lambda t: rotate_half(t.detach())),
+    "parts of another sign": both(of_part(by_parts(False, -1))),
+    "complex": both(of_part(by_complex)),
+    "complex, k the other way": each(
+        of_part(by_complex), of_part(lambda t, cos, sin: by_complex(t, cos, -sin))
     ),
-    "of tokens": turned(lambda t: t.roll(1, 2), tables),
-    "of heads": turned(lambda t: t.roll(1, 1), tables),
-    "tables of heads": turned(rotate_half, of_heads),
-    "tables of a batch": turned(rotate_half, lambda kit, t: [m[:, None] for m in of_heads(kit, t)]),
-    "tables of one column": turned(rotate_half, lambda kit, t: [m[:, :1] for m in tables(kit, t)]),
-    "tables of one token": turned(rotate_half, lambda kit, t: [m[:1] for m in tables(kit, t)]),
-    "tables of half the columns": turned(
-        rotate_half, lambda kit, t: [m[:, :4].repeat(1, 2) for m in tables(kit, t)]
+    "parts by several tables": both(
+        lambda t, cos, sin: (
+            lambda a, b: torch.cat(
+                (a * cos[:, :4] - b * sin[:, :4], b * cos[:, 4:] + a * sin[:, :4]), -1
+            )
+        )(*t.chunk(2, -1))
     ),
-    "tables by pairs": turned(
-        rotate_pairs, lambda kit, t: [m[:, :4].repeat_interleave(2, 1) for m in tables(kit, t)]
+    "sin for cos": by_tables(lambda cos, sin: (sin, cos)),
+    "tables of heads": of_all(
+        lambda kit, q, k, v, *_: (
+            *(plain(t, *(m.view(-1, 4, D)[:4] for m in (kit.cos, kit.sin))) for t in (q, k)),
+            v,
+        )
     ),
-    "tables that learn": turned(
-        rotate_half, lambda kit, t: (kit.table[0, : t.shape[2], :D], kit.table[1, : t.shape[2], :D])
+    "tables of a batch": of_all(
+        lambda kit, q, k, v, *_: (
+            *(plain(t, *(m.view(-1, 1, 4, D)[:4] for m in (kit.cos, kit.sin))) for t in (q, k)),
+            v,
+        )
     ),
-    "tables in float32": turned(rotate_half, lambda kit, t: [m.float() for m in tables(kit, t)]),
-    "tables with nan": turned(
-        rotate_half, lambda kit, t: (tables(kit, t)[0] / 0 * 0, tables(kit, t)[1])
-    ),
-    "tables of numbers": turned(rotate_half, lambda kit, t: (0.6, 0.8)),
-    "tables computed": turned(
-        rotate_half, lambda kit, t: (tables(kit, t)[0] * 2, -tables(kit, t)[1])
-    ),
-    "tables drawn": turned(
-        rotate_half,
-        lambda kit, t: (torch.rand(t.shape[2], D).to(t), torch.rand(t.shape[2], D).to(t)),
-    ),
+    "tables of one column": by_tables(lambda cos, sin: (cos[:, :1], sin[:, :1])),
+    "tables of one token": by_tables(lambda cos, sin: (cos[:1], sin[:1])),
+    "tables in float32": by_tables(lambda cos, sin: (cos.float(), sin.float())),
+    "tables with nan": by_tables(lambda cos, sin: (cos / 0 * 0, sin)),
+    "tables of numbers": by_tables(lambda cos, sin: (0.6, 0.8)),
+    "tables computed": by_tables(lambda cos, sin: (cos * 2, -sin)),
+    "tables drawn": by_tables(lambda cos, sin: (torch.rand_like(cos), torch.rand_like(sin))),
     "of q alone": each(plain, lambda t, cos, sin: t),
     "of k alone": each(lambda t, cos, sin: t, plain),
     "k by other tables": each(plain, lambda t, cos, sin: plain(t, sin, cos)),
+    "k by other sines": each(plain, lambda t, cos, sin: plain(t, cos, cos)),
     "k the other way": each(plain, lambda t, cos, sin: plain(t, cos, -sin)),
     "k by pairs": each(plain, lambda t, cos, sin: t * cos + rotate_pairs(t) * sin),
     "k by later tables": each(plain, lambda t, cos, sin: plain(t, cos.roll(1, 0), sin.roll(1, 0))),
-    "minus": each(*[lambda t, cos, sin: t * cos - rotate_half(t) * sin] * 2),
-    "no cos": each(*[lambda t, cos, sin: t + rotate_half(t) * sin] * 2),
-    "turned twice": each(*[lambda t, cos, sin: plain(plain(t, cos, sin), cos, sin)] * 2),
-    "turned, then scaled": each(*[lambda t, cos, sin: plain(t, cos, sin) * 0.5] * 2),
-    "turned, then cast": each(*[lambda t, cos, sin: plain(t, cos, sin).float().to(t.dtype)] * 2),
-    "turned in float32": each(*[lambda t, cos, sin: plain(t.float(), cos, sin).to(t.dtype)] * 2),
-    "turned in place": each(*[lambda t, cos, sin: (t * cos).add_(rotate_half(t) * sin)] * 2),
-    "addcmul": each(*[lambda t, cos, sin: torch.addcmul(t * cos, rotate_half(t), sin)] * 2),
-    "complex": each(
-        *[
-            lambda t, cos, sin: torch.view_as_real(
-                torch.view_as_complex(t.reshape(*t.shape[:-1], 4, 2))
-                * torch.complex(cos[:, ::2], sin[:, ::2])
-            ).flatten(-2)
-        ]
-        * 2
+    "minus": both(lambda t, cos, sin: t * cos - rotate_half(t) * sin),
+    "product for sum": both(lambda t, cos, sin: t * cos * (rotate_half(t) * sin)),
+    "no cos": both(lambda t, cos, sin: t + rotate_half(t) * sin),
+    "turned twice": both(lambda t, cos, sin: plain(plain(t, cos, sin), cos, sin)),
+    "turned, then scaled": both(lambda t, cos, sin: plain(t, cos, sin) * 0.5),
+    "turned, then cast": both(lambda t, cos, sin: plain(t, cos, sin).float().to(t.dtype)),
+    "turned in float32": both(lambda t, cos, sin: plain(t.float(), cos, sin).to(t.dtype)),
+    "turned in place": both(lambda t, cos, sin: (t * cos).add_(rotate_half(t) * sin)),
+    "written while turned": both(written_while_turned),
+    "under no_grad": each(without_gradient, plain),
+    "addcmul": both(lambda t, cos, sin: torch.addcmul(t * cos, rotate_half(t), sin)),
+    "partner of the other": of_all(
+        lambda kit, q, k, v, cos, sin: (q * cos + rotate_half(k) * sin, k, v)
     ),
-    "partner of the other": lambda kit, x: (
-        lambda q, k, v: sdpa(q * kit.cos[:4] + rotate_half(k) * kit.sin[:4], k, v)
-    )(*packed(kit, x)),
-    "half of the columns": each(
-        *[
-            lambda t, cos, sin: torch.cat(
-                (plain(t[..., :4], cos[:, :4], sin[:, :4]), t[..., 4:]), -1
-            )
-        ]
-        * 2
+    "columns in halves": both(
+        lambda t, cos, sin: torch.cat([of_part(plain)(u, cos, sin) for u in t.chunk(2, -1)], -1)
     ),
-    "prefix of heads": each(
-        *[lambda t, cos, sin: torch.cat((t[:, :1], plain(t[:, 1:], cos, sin)), 1)] * 2
-    ),
-    "prefix of columns": each(
-        *[lambda t, cos, sin: torch.cat((t[..., :4], plain(t, cos, sin)[..., 4:]), -1)] * 2
-    ),
-    "suffix": each(
-        *[lambda t, cos, sin: torch.cat((plain(t[:, :, :-1], cos[1:], sin[1:]), t[:, :, -1:]), 2)]
-        * 2
-    ),
-    "prefix of another": lambda kit, x: (
-        lambda q, k, v: sdpa(
-            torch.cat((k[:, :, :1], plain(q[:, :, 1:], kit.cos[:3], kit.sin[:3])), 2), k, v
+    "columns exchanged": both(
+        lambda t, cos, sin: torch.cat(
+            [of_part(plain)(u, cos, sin) for u in t.chunk(2, -1)[::-1]], -1
         )
-    )(*packed(kit, x)),
-    "prefix scaled": each(
-        *[lambda t, cos, sin: torch.cat((t[:, :, :1] * 2, plain(t[:, :, 1:], cos[1:], sin[1:])), 2)]
-        * 2
     ),
-    "prefix twice": each(
-        *[lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t, cos, sin)[:, :, :3]), 2)] * 2
+    "prefix of heads": both(
+        lambda t, cos, sin: torch.cat((t[:, :1], plain(t[:, 1:], cos, sin)), 1)
     ),
-    "values too": lambda kit, x: (
-        lambda q, k, v: sdpa(*[plain(t, kit.cos[:4], kit.sin[:4]) for t in (q, k, v)])
-    )(*packed(kit, x)),
-    "before the norm": lambda kit, x: (
-        lambda q, k, v: sdpa(
-            kit.qn(plain(q, kit.cos[:4], kit.sin[:4])),
-            kit.kn(plain(k, kit.cos[:4], kit.sin[:4])),
+    "prefix of columns": both(
+        lambda t, cos, sin: torch.cat((t[..., :4], plain(t, cos, sin)[..., 4:]), -1)
+    ),
+    "suffix": both(
+        lambda t, cos, sin: torch.cat((plain(t[:, :, :-1], cos[1:], sin[1:]), t[:, :, -1:]), 2)
+    ),
+    "prefix of another": of_all(
+        lambda kit, q, k, v, cos, sin: (
+            torch.cat((k[:, :, :1], plain(q[:, :, 1:], cos[:3], sin[:3])), 2),
+            k,
             v,
         )
-    )(*packed(kit, x)),
-    "after the norm": lambda kit, x: (
-        lambda q, k, v: sdpa(
-            plain(kit.qn(q), kit.cos[:4], kit.sin[:4]),
-            plain(kit.kn(k), kit.cos[:4], kit.sin[:4]),
-            v,
-        )
-    )(*packed(kit, x)),
-    "before transpose": lambda kit, x: (
-        lambda q, k, v: sdpa(
-            plain(q, kit.cos[:4, None], kit.sin[:4, None]).transpose(1, 2),
-            plain(k, kit.cos[:4, None], kit.sin[:4, None]).transpose(1, 2),
-            v.transpose(1, 2),
-        )
-    )(*kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)),
-    "before transpose, by head": lambda kit, x: (
-        lambda q, k, v: sdpa(
-            plain(q, kit.cos[:4], kit.sin[:4]).transpose(1, 2),
-            plain(k, kit.cos[:4], kit.sin[:4]).transpose(1, 2),
-            v.transpose(1, 2),
-        )
-    )(*kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)),
-    "seen": lambda kit, x: (
-        lambda q, k, v: (lambda r: (sdpa(r, plain(k, kit.cos[:4], kit.sin[:4]), v), r))(
-            plain(q, kit.cos[:4], kit.sin[:4])
-        )
-    )(*packed(kit, x)),
-    "table written between": lambda kit, x: (
-        lambda q, k, v: (
-            lambda r: (kit.cos.mul_(0.5), sdpa(r, plain(k, kit.cos[:4], kit.sin[:4]), v))[1]
-        )(plain(q, kit.cos[:4], kit.sin[:4]))
-    )(*packed(kit, x)),
+    ),
+    "prefix scaled": both(
+        lambda t, cos, sin: torch.cat((t[:, :, :1] * 2, plain(t[:, :, 1:], cos[1:], sin[1:])), 2)
+    ),
+    "prefix twice": both(
+        lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t, cos, sin)[:, :, :3]), 2)
+    ),
+    "values too": of_all(lambda kit, q, k, v, cos, sin: [plain(t, cos, sin) for t in (q, k, v)]),
+    "before the norm": of_all(
+        lambda kit, q, k, v, cos, sin: (kit.qn(plain(q, cos, sin)), kit.kn(plain(k, cos, sin)), v)
+    ),
+    "before transpose": before_transpose(slice(4), None),
+    "before transpose, by head": before_transpose(slice(4)),
+    "seen": turned_seen,
+    "table written between": table_written_between,
+    "of a table that is written": of_a_table_that_is_written,
 }
 
 
