@@ -123,50 +123,6 @@ def tensor_init(self: Any, handle: Any, type: Any) -> None:
     self.dtype, self.shape, self.numel = type.of_tensors or of_tensors(type)
 
 
-def tuple_init(self: Any, args: Any, type: Any = None) -> None:
-    """tuple.__init__; its type is made when it is asked for."""
-    self.values = list(args)
-    if isinstance(type, core.tuple_type):
-        self._type = type
-    else:
-        self._type = None if type is None else core.tuple_type(type)
-
-
-def _tuple_type(self: Any) -> Any:
-    if self._type is None:
-        self._type = core._type_for_tuple_values(self.values)
-    return self._type
-
-
-def _set_tuple_type(self: Any, type: Any) -> None:
-    self._type = type
-
-
-def tuple_eq(self: Any, other: Any) -> Any:
-    """tuple.__eq__ without a tuple in between."""
-    other = unwrap(other)
-    return core.constexpr(self.values == list(other))
-
-
-def tuple_getitem(self: Any, index: Any) -> Any:
-    """tuple.__getitem__."""
-    return self.values[index] if index.__class__ is int else _tuple_getitem(self, index)
-
-
-_tuple_getitem = core.tuple.__getitem__
-
-
-def dtype_eq(self: Any, other: Any) -> bool:
-    """dtype.__eq__; there is one object of most."""
-    return self is other or _dtype_eq(self, other)
-
-
-def block_eq(self: Any, other: Any) -> bool:
-    """block_type.__eq__; there is one object of each."""
-    return self is other or _block_eq(self, other)
-
-
-_dtype_eq, _block_eq = core.dtype.__eq__, core.block_type.__eq__
 _get_np_dtype = interpreter._get_np_dtype
 _numpy_types: dict[str, np.dtype] = {}
 
@@ -198,14 +154,8 @@ def make_fast() -> None:
     core._unwrap_if_constexpr = unwrap
     core.block_type.__new__ = staticmethod(block_new)
     core.block_type.__init__ = lambda self, element_ty, shape: None
-    core.block_type.__eq__ = block_eq
     core.dtype.of_tensors = None
     core.tensor.__init__ = tensor_init
-    core.tuple.__init__ = tuple_init
-    core.tuple.type = property(_tuple_type, _set_tuple_type)
-    core.tuple.__eq__ = tuple_eq
-    core.tuple.__getitem__ = tuple_getitem
-    core.dtype.__eq__ = dtype_eq
     interpreter._get_np_dtype = numpy_type
     TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
     from fast_language import call_at_once

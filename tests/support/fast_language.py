@@ -38,20 +38,6 @@ def _shared(data: Any) -> Any:
     return data
 
 
-_ranges: dict[tuple[int, int], tuple[Any, Any]] = {}
-
-
-def arange(start: Any, end: Any, _semantic: Any = _semantic) -> Any:
-    start, end = unwrap(start), unwrap(end)
-    if start.__class__ is not int or end.__class__ is not int:
-        return _slow[arange](start, end, _semantic=_semantic)
-    known = _ranges.get((start, end))
-    if known is None:
-        made = _slow[arange](start, end, _semantic=_semantic)
-        known = _ranges[start, end] = _shared(made.handle.data), made.type
-    return _result(known[0], tl.int32, known[1])
-
-
 _others: dict[Any, Any] = {}  # (Python's type, value, element type) -> handle of one element
 
 
@@ -246,22 +232,6 @@ def _unary(compute: Any) -> Any:
     return call
 
 
-def hint(input: Any, values: Any) -> Any:
-    """tl.multiple_of and its like, which compilers read."""
-    if input.__class__ is Tensor:
-        count = len(values) if isinstance(values, (list, tuple)) else 1
-        if count != max(1, len(input.shape)):
-            raise ValueError(f"{count} values for {len(input.shape)} axes")
-    return input
-
-
-def patch_hints(lang: Any, scope: Any) -> None:
-    """_patch_lang_core, with hints that leave nothing behind."""
-    _patch_lang_core(lang, scope)
-    for name in ("multiple_of", "max_contiguous", "max_constancy"):
-        scope.set_attr(lang, name, hint)
-
-
 # Functions that triton has written in its own language: NotImplemented leaves a call to them.
 
 _reduced: dict[Any, Any] = {}  # shape -> type
@@ -286,21 +256,6 @@ def _reduction(compute: Any) -> Any:
     return call
 
 
-_zeros: dict[Any, Any] = {}  # (sizes, element type) -> array and type
-
-
-def zeros(shape: Any, dtype: Any) -> Any:
-    dtype = unwrap(dtype)
-    if shape.__class__ is not tuple or id(dtype) not in _FLOATS:
-        return NotImplemented
-    key = tuple(map(unwrap, shape)), id(dtype)
-    known = _zeros.get(key)
-    if known is None:
-        made = core.full(shape, 0, dtype, _semantic=_semantic)
-        known = _zeros[key] = _shared(made.handle.data), made.type
-    return _result(known[0], dtype, known[1])
-
-
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
     """philox_impl of 32 bits."""
     counters, type = (c0, c1, c2, c3), c0.type
@@ -323,7 +278,6 @@ _NAN_WINS = triton.__version__.startswith("3.6.")
 minimum = _extreme(np.minimum if _NAN_WINS else np.fmin)
 maximum = _extreme(np.maximum if _NAN_WINS else np.fmax)
 _builtins: dict[Any, Any] = {
-    core.arange: arange,
     core.load: load,
     core.store: store,
     core.dot: dot,
@@ -344,14 +298,11 @@ _functions = {
     standard.sum.fn: _reduction(np.sum),
     standard.max.fn: _reduction(np.fmax.reduce),
     standard.min.fn: _reduction(np.fmin.reduce),
-    standard.zeros.fn: zeros,
     random.philox_impl.fn: philox,
 }
-_patch_lang_core = interpreter._patch_lang_core
 
 
 def call_at_once() -> None:
     """Install the replacements."""
     fast_operations.BUILTINS.update(_builtins)
     fast_interpreter.FUNCTIONS.update(_functions)
-    interpreter._patch_lang_core = patch_hints

@@ -130,9 +130,6 @@ def _moved(pointer: Any, offset: Any) -> Any:
     return _result(handle.data + size * elements.astype(np.uint64), handle.dtype, type)
 
 
-slow_operators: dict[str, Any] = {}  # triton's own
-
-
 def _operator(name: str, compute: Any, types: frozenset[int]) -> None:
     """Replace an operator of tensors where both operands are of one of the types, by id."""
     slow = getattr(Tensor, name).__wrapped__
@@ -174,7 +171,6 @@ def _operator(name: str, compute: Any, types: frozenset[int]) -> None:
                 return moved
         return slow(self, given, _semantic=_semantic)
 
-    slow_operators[name] = slow
     setattr(Tensor, name, operate)
 
 
