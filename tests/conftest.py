@@ -96,14 +96,6 @@ def pytest_addoption(parser):
     fuzz = parser.getgroup("fuzz", "tests/ops/test_fuzz.py")
     fuzz.addoption("--fuzz-cases", type=int, default=200, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
-    machine = parser.getgroup("machine", "tests/machine/device/test_kernels.py")
-    machine.addoption(
-        "--ptx",
-        action="append",
-        choices=("sm_80", "sm_90"),
-        default=[],
-        help="run every case, precision and config as PTX of this GPU",
-    )
     scripts = parser.getgroup("scripts", "tests/test_recipes.py, tests/test_examples.py")
     scripts.addoption("--scripts", action="store_true", help="run docs/ scripts too: minutes")
 

@@ -20,7 +20,6 @@ from .values import (
     S32,
     S64,
     TYPES,
-    U16,
     U32,
     U64,
     Array,
@@ -64,15 +63,12 @@ def multiply_add_low(op: Op) -> Run:
     return op.pure(lambda r: a(r) * b(r) + c(r))
 
 
-@instruction("mul.wide.{u16,s16,u32,s32}")
+@instruction("{mul,mad}.wide.{u16,s16,u32,s32}")
 def multiply_wide(op: Op) -> Run:
     a, b, wide = op.read(1), op.read(2), TYPES[_WIDE[op.type]]
-    return op.pure(lambda r: a(r).astype(wide) * b(r).astype(wide))
-
-
-@instruction("mad.wide.{u16,s16,u32,s32}")
-def multiply_add_wide(op: Op) -> Run:
-    a, b, c, wide = op.read(1), op.read(2), op.read(3, _WIDE[op.type]), TYPES[_WIDE[op.type]]
+    if op.parts[0] == "mul":
+        return op.pure(lambda r: a(r).astype(wide) * b(r).astype(wide))
+    c = op.read(3, _WIDE[op.type])
     return op.pure(lambda r: a(r).astype(wide) * b(r).astype(wide) + c(r))
 
 
@@ -216,17 +212,17 @@ _COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 
 def _comparison(name: str, is_float: bool) -> Callable[[Array, Array], Array]:
     """Of floats `ltu` and the like hold too where one is NaN; `ne` alone does not, unlike IEEE."""
-    if not is_float:
-        return _COMPARE[name]
-    if name in ("num", "nan"):
-        wanted = name == "nan"
-        return lambda x, y: (np.isnan(x) | np.isnan(y)) == wanted
-    if name == "ne":
-        return lambda x, y: (x != y) & ~(np.isnan(x) | np.isnan(y))
-    if name.endswith("u"):
-        compare = _COMPARE[name[:-1]]
-        return lambda x, y: compare(x, y) | np.isnan(x) | np.isnan(y)
-    return _COMPARE[name]
+    compare = _COMPARE.get(name.removesuffix("u"))
+    if compare is not None and (not is_float or name in ("eq", "lt", "le", "gt", "ge")):
+        return compare
+
+    def with_nan(x, y):
+        is_nan = np.isnan(x) | np.isnan(y)
+        if compare is None:
+            return is_nan == (name == "nan")
+        return compare(x, y) | is_nan if name.endswith("u") else compare(x, y) & ~is_nan
+
+    return with_nan
 
 
 _ORDER = "{eq,ne,lt,le,gt,ge}"
@@ -278,10 +274,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 @instruction("{add,sub,mul}[.rn][.ftz].f32")
 def add_subtract_multiply(op: Op) -> Run:
     """Without .rn ptxas may fuse a product with a sum, and round once less: not here."""
-    a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
-    if not op.has("ftz"):
-        return op.pure(lambda r: compute(a(r), b(r)))
-    return _flushed(op, compute, a, b)
+    return _flushed(op, _ARITHMETIC[op.parts[0]], op.read(1), op.read(2))
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
@@ -303,10 +296,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 @instruction("fma.rn[.ftz].f32")
 def fused_multiply_add(op: Op) -> Run:
-    a, b, c = op.read(1), op.read(2), op.read(3)
-    if not op.has("ftz"):
-        return op.pure(lambda r: fused(a(r), b(r), c(r)))
-    return _flushed(op, fused, a, b, c)
+    return _flushed(op, fused, op.read(1), op.read(2), op.read(3))
 
 
 @instruction("{neg,abs}[.ftz].f32")
@@ -379,27 +369,23 @@ def approximate_quotient(op: Op) -> Run:
     return _flushed(op, compute, op.read(1), op.read(2))
 
 
-# Pairs of 16 bits
+# 16 bits, and pairs of them: computed in f32, where a product or sum of two rounds to the same
 
 
-def _pairs(op: Op, place: int) -> Callable[[list[Array]], tuple[Array, Array]]:
+_WIDEN = {"bf16": bf16_to_f32, "f16": lambda bits: bits.view(F16).astype(F32)}
+_PACK = {"bf16": f32_to_bf16, "f16": f32_to_f16}
+
+
+def _pairs(op: Op, place: int) -> Callable[[list[Array]], list[Array]]:
     """Both numbers of an operand as f32."""
-    read, is_bf16 = op.read(place, "b32"), op.type == "bf16x2"
-
-    def both(r):
-        low, high = halves(read(r))
-        if is_bf16:
-            return bf16_to_f32(low), bf16_to_f32(high)
-        return low.view(np.float16).astype(F32), high.view(np.float16).astype(F32)
-
-    return both
+    read, widen = op.read(place, "b32"), _WIDEN[op.type.removesuffix("x2")]
+    return lambda r: [widen(half) for half in halves(read(r))]
 
 
 @instruction("{add,sub,mul}[.rn].{bf16x2,f16x2}")
 def on_pairs(op: Op) -> Run:
-    """Computed in f32, where a product or sum of two 16-bit numbers rounds to the same."""
     a, b = _pairs(op, 1), _pairs(op, 2)
-    compute, pack = _ARITHMETIC[op.parts[0]], f32_to_bf16 if op.type == "bf16x2" else f32_to_f16
+    compute, pack = _ARITHMETIC[op.parts[0]], _PACK[op.type.removesuffix("x2")]
     return op.pure(
         lambda r: joined(*(pack(compute(x, y)) for x, y in zip(a(r), b(r), strict=True)))
     )
@@ -413,40 +399,34 @@ def compare_pairs(op: Op) -> Run:
 
     def run(group):
         r, mask = group.registers, group.active(op)
-        found = [compare(x, y) for x, y in zip(a(r), b(r), strict=True)]
-        for slot, holds in zip(slots, found, strict=True):
-            group.write(slot, holds, mask)
+        for slot, x, y in zip(slots, a(r), b(r), strict=True):
+            group.write(slot, compare(x, y), mask)
 
     return run
 
 
 @instruction("{add,sub,mul}[.rn].{bf16,f16}")
 def on_halves(op: Op) -> Run:
-    a, b, compute = op.read(1), op.read(2), _ARITHMETIC[op.parts[0]]
-    if op.type == "f16":
-        return op.pure(lambda r: f32_to_f16(compute(a(r).astype(F32), b(r).astype(F32))))
-    return op.pure(lambda r: f32_to_bf16(compute(bf16_to_f32(a(r)), bf16_to_f32(b(r)))))
-
-
-def _fused_half(type: str, a: Array, b: Array, c: Array) -> Array:
-    """a b + c of bits, rounded once; the product and nearly always the sum are exact in f64."""
-    if type == "f16":
-        x, y, z = (each.view(F16).astype(np.float64) for each in (a, b, c))
-        total = x * y + z
-        return np.where(np.isnan(total), U16.type(0x7FFF), total.astype(F16).view(U16))
-    x, y, z = (bf16_to_f32(each).astype(np.float64) for each in (a, b, c))
-    total = x * y + z
-    near = total.astype(F32)
-    # To odd: a number between two of f32 becomes the odd one, so that it rounds to bf16 as it is.
-    bits = near.view(U32) - (np.abs(near) > np.abs(total)).astype(U32)
-    odd = np.where(np.isfinite(total) & (near != total), bits | 1, near.view(U32)).view(F32)
-    return f32_to_bf16(odd)
+    a, b, compute = op.read(1, "b16"), op.read(2, "b16"), _ARITHMETIC[op.parts[0]]
+    widen, pack = _WIDEN[op.type], _PACK[op.type]
+    return op.pure(lambda r: pack(compute(widen(a(r)), widen(b(r)))))
 
 
 @instruction("fma.rn.{bf16,f16}")
 def fused_half(op: Op) -> Run:
-    a, b, c, type = op.read(1, "b16"), op.read(2, "b16"), op.read(3, "b16"), op.type
-    return op.pure(lambda r: _fused_half(type, a(r), b(r), c(r)))
+    """a b + c, rounded once; the product and nearly always the sum are exact in f64."""
+    reads, widen, pack = [op.read(i, "b16") for i in (1, 2, 3)], _WIDEN[op.type], _PACK[op.type]
+
+    def compute(r):
+        x, y, z = (widen(read(r)).astype(np.float64) for read in reads)
+        total = x * y + z
+        near = total.astype(F32)
+        # To odd: a number between two of f32 becomes the odd one, and then rounds as it is.
+        bits = near.view(U32) - (np.abs(near) > np.abs(total)).astype(U32)
+        odd = np.where(np.isfinite(total) & (near != total), bits | 1, near.view(U32))
+        return pack(odd.view(F32))
+
+    return op.pure(compute)
 
 
 # Conversions
@@ -464,24 +444,21 @@ def convert_integer(op: Op) -> Run:
 
 
 @instruction("cvt.f32.{bf16,f16}")
-def widen(op: Op) -> Run:
-    read = op.read(1)
-    if op.type == "bf16":
-        return op.pure(lambda r: bf16_to_f32(read(r)))
-    return op.pure(lambda r: read(r).astype(F32))
+def to_f32(op: Op) -> Run:
+    read, widen = op.read(1, "b16"), _WIDEN[op.type]
+    return op.pure(lambda r: widen(read(r)))
 
 
 @instruction("cvt.rn.{bf16,f16}.f32")
 def narrow(op: Op) -> Run:
-    read, pack = op.read(1), f32_to_bf16 if op.parts[2] == "bf16" else f32_to_f16
+    read, pack = op.read(1), _PACK[op.parts[2]]
     return op.pure(lambda r: pack(read(r)))
 
 
 @instruction("cvt.rn.{bf16x2,f16x2}.f32")
 def narrow_pair(op: Op) -> Run:
     """cvt d, a, b: a becomes the upper half."""
-    a, b = op.read(1), op.read(2)
-    pack = f32_to_bf16 if op.parts[2] == "bf16x2" else f32_to_f16
+    a, b, pack = op.read(1), op.read(2), _PACK[op.parts[2].removesuffix("x2")]
     return op.pure(lambda r: joined(pack(b(r)), pack(a(r))))
 
 

@@ -10,7 +10,7 @@ knows its blocks, and counts for these alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,32 +34,6 @@ class Copy:
             width = self.units.dtype.itemsize
             group.shared.races.stored(self.offset, width, mask, group.warp_of_thread, self.op)
         group.shared.poke(self.offset, self.units, mask)
-
-
-@dataclass
-class Pending:
-    """Copies in flight of a group of warps."""
-
-    open: list[Copy] = field(default_factory=list)
-    committed: list[tuple[list[Copy], Array]] = field(default_factory=list)  # with its blocks
-
-    def wait(self, group, most: int, waiting: Array) -> None:
-        """Land all groups of the blocks that wait but the newest `most`."""
-        newer = np.zeros(len(waiting), int)
-        for copies, blocks in reversed(self.committed):
-            landing = blocks & waiting & (newer >= most)
-            newer += blocks
-            if landing.any():
-                for copy in copies:
-                    copy.land(group, landing)
-                blocks &= ~landing
-        self.committed = [pair for pair in self.committed if pair[1].any()]
-
-
-def pending(group) -> Pending:
-    if group.pending is None:
-        group.pending = Pending()
-    return group.pending
 
 
 @instruction("cp.async.{ca,cg}.shared.global")
@@ -92,22 +66,22 @@ def copy_async(op: Op) -> Run:
         if group.shared.races is not None:
             group.shared.races.stored(offset, width, mask, group.warp_of_thread, op)
         group.shared.poke(offset, nothing.reshape(1, 1), mask)
-        pending(group).open.append(Copy(offset, units, mask, op))
+        group.copies.open.append(Copy(offset, units, mask, op))
 
     return run
 
 
 @instruction("cp.async.commit_group")
 def commit_group(op: Op) -> Run:
-    def run(group):
-        blocks, state = group.whole_blocks(op), pending(group)
-        state.committed.append((state.open, np.array(blocks)))
-        state.open = []
-
-    return run
+    return lambda group: group.copies.commit(group.whole_blocks(op))
 
 
 @instruction("cp.async.wait_group")
 def wait_group(op: Op) -> Run:
     most = int(op.operands[0], 0)
-    return lambda group: pending(group).wait(group, most, group.whole_blocks(op))
+
+    def run(group):
+        for copy, blocks in group.copies.wait(most, group.whole_blocks(op)):
+            copy.land(group, blocks)
+
+    return run

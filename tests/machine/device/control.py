@@ -1,4 +1,4 @@
-"""Branches, the end, and barriers of a block.
+"""Branches, also of warps that take roles of their own, the end, and barriers of a block.
 
 A barrier: `bar.sync id` waits for all warps of a block, `bar.sync id, n` for n threads. What they
 did before is ordered before what they do after.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .execution import WAIT
 from .faults import Diverged, MachineError
 from .program import END, Op
 from .registry import Run, instruction
@@ -45,8 +46,6 @@ def wait_at_barrier(op: Op) -> Run:
 
 def _join(group, name: int, wanted: int, op: Op) -> int | None:
     """Of several groups: the last one lets all go on."""
-    from .execution import WAIT
-
     chunk = group.chunk
     barriers = chunk.extra.setdefault("barriers", {})
     waiting, done = barriers.setdefault(name, ([], [0]))
@@ -63,3 +62,21 @@ def _join(group, name: int, wanted: int, op: Op) -> int | None:
     turn = done[0]
     group.ready, group.waits_at = lambda: done[0] > turn, op.where
     return WAIT
+
+
+@instruction("brx.idx[.uni]", ends_block=True)
+def branch_by_number(op: Op) -> Run:
+    """To the label of this number in a list; warps that go to different ones part for good."""
+    read = op.read(0, "u32")
+    targets = [op.label(x) for x in op.program.branch_targets[op.operands[1]]]
+
+    def run(group):
+        numbers = np.unique(group.full(read(group.registers)))
+        if numbers[-1] >= len(targets):
+            raise MachineError(f"number {numbers[-1]} of {len(targets)} labels", op)
+        for number in numbers[1:]:
+            if not group.part(group.full(read(group.registers)) == number, targets[number]):
+                raise Diverged("lanes of a warp have parted", op)
+        return targets[numbers[0]]
+
+    return run

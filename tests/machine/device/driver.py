@@ -35,9 +35,7 @@ from . import (  # noqa: F401, each registers its instructions
     mbarriers,
     mma,
     proxies,
-    roles,
     shared_memory,
-    stmatrix,
     tensor_copies,
     warps,
     wgmma,
@@ -65,14 +63,11 @@ class Recorded:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
         self._memory = [(storage, storage.clone()) for storage in storages.values()]
 
-    def run(self, order: int = 0) -> dict[str, int]:
-        """What the launch counted."""
+    def run(self, order: int = 0) -> None:
         for storage, before in self._memory:
             storage.copy_(before)
         memory = GlobalMemory(self.tensors)
-        launch = Launch(self.program, self.grid, self.arguments, memory, self.shared, order)
-        launch.run()
-        return launch.counts
+        Launch(self.program, self.grid, self.arguments, memory, self.shared, order).run()
 
 
 @dataclass
@@ -82,15 +77,11 @@ class Machine:
     Attributes:
         launches: of each kernel.
         seconds: of execution, by kernel.
-        early: wgmma reads its operands at the issue instead of at the wait.
-        notes: what is odd but no fault.
         recorded: where each launch is kept, with its memory; None: nowhere.
     """
 
     target: str
     order: int = 0
-    early: bool = False
-    notes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     recorded: list[Recorded] | None = None
@@ -123,17 +114,7 @@ class Machine:
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):
-            launch = Launch(
-                program,
-                grid,
-                arguments,
-                memory,
-                metadata.shared,
-                self.order,
-                early=self.early,
-            )
-            launch.run()
-        self.notes.update(launch.counts)
+            Launch(program, grid, arguments, memory, metadata.shared, self.order).run()
         self.seconds[name] += time.perf_counter() - began
         self.launches[name] += 1
 
@@ -184,17 +165,11 @@ class _Launcher:
         check_size(self.metadata.shared, TARGETS[machine.target].shared_limit)
         maps = iter(getattr(self.metadata, "tensordesc_meta", None) or ())
         flat = list(flattened(list(self.signature.values()), values, maps))
-        padded = [x for name, x in zip(self.signature, values, strict=True) if name in PADDED]
-        bases = [x.base for x in values if hasattr(x, "block_shape")]
-        tensors = (
-            [x for x in flat if isinstance(x, Tensor)]
-            + bases
-            + [
-                x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-                for x in padded
-                if isinstance(x, Tensor)
-            ]
-        )
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        tensors += [x.base for x in values if hasattr(x, "block_shape")]
+        for name, padded in zip(self.signature, values, strict=True):
+            if name in PADDED and isinstance(padded, Tensor):
+                tensors.append(padded.new_empty(0).set_(padded.untyped_storage()))
         machine.launch(function, self.metadata, (x, y, z), flat, tensors)
 
 
@@ -215,13 +190,7 @@ def _driver(target: str) -> Any:
         get_current_target=lambda: gpu_target,
         launcher_cls=_Launcher,
         utils=SimpleNamespace(
-            load_binary=lambda name, binary, shared, device: (
-                None,
-                binary.decode(),
-                0,
-                0,
-                1024,
-            ),
+            load_binary=lambda name, binary, *_: (None, binary.decode(), 0, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": limit},
         ),
     )

@@ -14,7 +14,7 @@ same mask; what waits is not counted as being there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,9 +50,6 @@ class Launch:
     memory: GlobalMemory
     shared_bytes: int
     order: int = 0  # of the groups of warps that part: 0 in turns, 1 the other way round
-    chunk_threads: int = CHUNK_THREADS
-    early: bool = False  # wgmma reads its operands at the issue instead of at the wait
-    counts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         size = self.program.parameter_bytes
@@ -67,7 +64,7 @@ class Launch:
 
     def run(self) -> None:
         x, y, z = self.grid
-        most = 1 if self.program.parts_for_good else self.chunk_threads // self.program.threads
+        most = 1 if self.program.parts_for_good else CHUNK_THREADS // self.program.threads
         most = max(1, most)
         for start in range(0, x * y * z, most):
             Chunk(self, np.arange(start, min(start + most, x * y * z), dtype=U32)).run()
@@ -128,6 +125,31 @@ class Chunk:
             check(self)
 
 
+class Issued:
+    """What a group of warps has issued, by groups that are committed together."""
+
+    def __init__(self):
+        self.open: list[Any] = []
+        self.committed: list[tuple[list[Any], Array]] = []  # with its blocks
+
+    def commit(self, blocks: Array) -> None:
+        self.committed.append((self.open, np.array(blocks)))
+        self.open = []
+
+    def wait(self, most: int, waiting: Array) -> list[tuple[Any, Array]]:
+        """All groups of the blocks that wait but the newest `most`, each with its blocks, oldest
+        first."""
+        newer, done = np.zeros(len(waiting), int), []
+        for issued, blocks in reversed(self.committed):
+            now = blocks & waiting & (newer >= most)
+            newer += blocks
+            if now.any():
+                done[:0] = [(each, now) for each in issued]
+                blocks &= ~now
+        self.committed = [pair for pair in self.committed if pair[1].any()]
+        return done
+
+
 class Group:
     """Warps of a chunk's blocks that run together.
 
@@ -135,8 +157,8 @@ class Group:
         registers: an array for each slot, see values.py.
         mask: the threads that run; None: all of its own.
         at: number of the block to run next.
+        copies: of cp.async.
         ready: where it waits, whether it may go on.
-        pending: asynchronous copies, see async_copies.py.
     """
 
     def __init__(self, chunk: Chunk, warps: Array, registers: list[Array]):
@@ -149,7 +171,7 @@ class Group:
         self.stack: list[Side] = []
         self.ready: Callable[[], bool] | None = None
         self.waits_at = ""
-        self.pending: Any = None
+        self.copies = Issued()
         self.extra: dict[str, Any] = {}
 
     @property

@@ -8,6 +8,7 @@ configs   every launch config that ships, twice, for equal bits
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import time
 from collections import Counter
@@ -39,7 +40,7 @@ from .driver import Machine, ptx_machine
 
 CPU = torch.device("cpu")
 TOKENS = (1, 17, 50, 197, 257)
-KINDS = ("check", "early", "tokens", "training", "configs")
+KINDS = ("check", "tokens", "training", "configs")
 # tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
 PRECISIONS = {
     "bf16": torch.bfloat16,
@@ -156,18 +157,12 @@ def dropout_case(T: int, dtype: torch.dtype, D: int = 32) -> Case:
 def cases(kind: str, name: str) -> list[Case]:
     """By kind and precision; the same list in each process."""
     dtype = PRECISIONS[name]
-    if kind in ("check", "early"):
-        found = check_cases(SMALL, CPU, dtype)
-    elif kind == "tokens":
-        found = _token_cases(dtype)
-    else:
-        found = config_cases(False, CPU, dtype)
-    return found
+    if kind == "check":
+        return check_cases(SMALL, CPU, dtype)
+    return _token_cases(dtype) if kind == "tokens" else config_cases(False, CPU, dtype)
 
 
 def jobs(target: str, name: str, kind: str) -> list[Job]:
-    if kind == "early" and target != "sm_90":
-        return []
     if kind == "training":
         return [Job(target, name, kind, "VisionTransformer, 3 steps")]
     if kind == "configs":
@@ -194,7 +189,7 @@ def run_job(job: Job) -> Outcome:
     try:
         with (
             precision(job.precision),
-            ptx_machine(job.target, early=job.kind == "early") as machine,
+            ptx_machine(job.target) as machine,
         ):
             fault = _fault_of(job)
     except Exception as error:  # whatever it is, the others still run
@@ -308,37 +303,6 @@ def training_fault(
 # Many of them
 
 
-def run_all(
-    targets: Sequence[str],
-    precisions: Sequence[str],
-    kinds: Sequence[str],
-    count: int,
-    share: tuple[int, int] = (0, 1),
-    only: Sequence[str] = (),
-) -> Iterator[Outcome]:
-    """Run them in so many processes; each outcome as it is there.
-
-    Args:
-        share: (number, of): each `of`-th job, from this number on.
-        only: jobs whose name has one of these in it.
-    """
-    wanted = [
-        job
-        for target in targets
-        for name in precisions
-        for kind in kinds
-        for job in jobs(target, name, kind)
-        if not only or any(part in job.name for part in only)
-    ][share[0] :: share[1]]
-    if count == 1:
-        yield from map(run_job, wanted)
-        return
-    # spawned: a fork would carry the state of torch's and LLVM's threads
-    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread) as pool:
-        for future in as_completed([pool.submit(run_job, job) for job in wanted]):
-            yield future.result()
-
-
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
@@ -351,15 +315,25 @@ def run_device(
     only: Sequence[str] = (),
     share: tuple[int, int] = (0, 1),
 ) -> int:
-    """Print each outcome; the exit status."""
+    """Run them in so many processes, print each outcome as it is there; the exit status.
+
+    Args:
+        only: jobs whose name has one of these in it.
+        share: (number, of): each `of`-th job, from this number on.
+    """
     began, total = time.perf_counter(), Counter[str]()
-    for outcome in run_all(targets, precisions, kinds, count, share, only):
-        print(outcome, flush=True)
-        total.update(
-            passed=int(outcome.fault is None),
-            failed=int(outcome.fault is not None),
-            launches=outcome.launches,
-        )
+    asked = itertools.product(targets, precisions, kinds)
+    found = [job for each in asked for job in jobs(*each)]
+    found = [job for job in found if not only or any(part in job.name for part in only)]
+    found = found[share[0] :: share[1]]
+    # spawned: a fork would carry the state of torch's and LLVM's threads
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _one_thread) as pool:
+        submitted = [pool.submit(run_job, job) for job in found] if count > 1 else []
+        done = (future.result() for future in as_completed(submitted))
+        for outcome in done if count > 1 else map(run_job, found):
+            print(outcome, flush=True)
+            failed = outcome.fault is not None
+            total.update(passed=not failed, failed=failed, launches=outcome.launches)
     print(
         f"{total['passed']} passed, {total['failed']} failed, {total['launches']} launches, "
         f"{time.perf_counter() - began:.0f} s"

@@ -109,12 +109,9 @@ def initialise(op: Op) -> Run:
                     offset, *zero, [[] for _ in range(n)], *knows, np.zeros((rows, 2), int)
                 )
             barrier = _all(chunk)[offset]
-            if (barrier.count[blocks] != 0).any():
-                used = (barrier.phase != 0) | (barrier.missing != barrier.count)
-                if (used & blocks & (barrier.count != 0)).any():
-                    raise Miscounted(f"byte {offset} of shared memory is an mbarrier already", op)
-                # Triton does so where it found an unused one.
-                chunk.launch.counts[f"an mbarrier made twice: {op.where[:160]}"] = 1
+            used = (barrier.phase != 0) | (barrier.missing != barrier.count)
+            if (used & blocks & (barrier.count != 0)).any():  # Triton makes an unused one anew
+                raise Miscounted(f"byte {offset} of shared memory is an mbarrier already", op)
             arrivals = group.full(count(group.registers))[:, 0]
             for array, value in (
                 (barrier.count, arrivals),

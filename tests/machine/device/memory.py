@@ -206,14 +206,7 @@ class SharedMemory:
             raise Misaligned(f"an address in shared memory that is no multiple of {width}", op)
         return offset
 
-    def load(
-        self,
-        address: Array,
-        width: int,
-        mask: Array | None,
-        op: Op,
-        warp: Array,
-    ) -> Array:
+    def load(self, address: Array, width: int, mask: Array | None, op: Op, warp: Array) -> Array:
         """Units of `width` bytes for each thread; where it does not run, any.
 
         Args:
@@ -232,14 +225,7 @@ class SharedMemory:
             return units.take(offset[0] // width, axis=1)
         return units.reshape(-1).take((offset + self._first) // width)
 
-    def store(
-        self,
-        address: Array,
-        value: Array,
-        mask: Array | None,
-        op: Op,
-        warp: Array,
-    ) -> None:
+    def store(self, address: Array, value: Array, mask: Array | None, op: Op, warp: Array) -> None:
         width = value.dtype.itemsize
         if mask is not None and not mask.any():
             return

@@ -82,12 +82,12 @@ def _report(races, row, cells, late, does, did, kind, op) -> None:
     )
 
 
-def begin_read(races: Races, row: int, cells, op: Op) -> None:
+def begin_read(races: Races, row: int, cells, warps: Array, op: Op) -> None:
     races.busy[row, cells] += 1
     races.read_line[row, cells] = op.line
 
 
-def end_read(races: Races, row: int, cells, warps: Array) -> None:
+def end_read(races: Races, row: int, cells, warps: Array, op: Op) -> None:
     """These warps' wait is over: to them the bytes count as read just now."""
     races.busy[row, cells] -= 1
     for warp in warps:

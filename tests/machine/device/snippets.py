@@ -43,7 +43,6 @@ def run(
     tensors: Sequence[Tensor] = (),
     arguments: Sequence[tuple[str, Any]] = (),
     order: int = 0,
-    early: bool = False,
     begins: Array | None = None,
 ) -> dict[str, Any]:
     """Run these lines by all threads of some blocks.
@@ -56,12 +55,12 @@ def run(
         arguments: types and values of `snippet_param_0` and so on.
         begins: the bytes of shared memory at first, one array or one for each block.
     Returns: the registers of the first group at the end, by name, shape (blocks, threads); and
-        "shared", the bytes of shared memory, (blocks, bytes); "counts", what the launch counted.
+        "shared", the bytes of shared memory, (blocks, bytes).
     """
     program = Program(text_of(body, threads, [type for type, _ in arguments]))
     values = [argument(type, value) for type, value in arguments]
     memory = GlobalMemory(tensors)
-    launch = Launch(program, (blocks, 1, 1), values, memory, shared, order, early=early)
+    launch = Launch(program, (blocks, 1, 1), values, memory, shared, order)
     chunk = Chunk(launch, np.arange(blocks, dtype=np.uint32))
     group = chunk.groups[0]
     for name, value in (registers or {}).items():
@@ -78,4 +77,4 @@ def run(
         chunk.run()
     found = {name: group.full(group.registers[slot]) for name, slot in program.slots.items()}
     raw = chunk.shared.units[1]
-    return {**found, "shared": raw[:, : max(shared, 0)], "counts": launch.counts}
+    return {**found, "shared": raw[:, : max(shared, 0)]}

@@ -199,8 +199,6 @@ def load_box(op: Op) -> Run:
             group.shared.units[16][block, box.units] = POISON_UNIT
             landing = Landing(op, box.bytes, _landing(group, box, block, rows))
             barriers[block].copies[block].append(landing)
-            counts = chunk.launch.counts
-            counts["boxes of TMA"] = counts.get("boxes of TMA", 0) + 1
 
     return run
 
@@ -235,26 +233,21 @@ class Store:
     adds: bool
 
     def __post_init__(self):
-        races = self.group.chunk.races
-        self.rows = [] if races is None else np.flatnonzero(races.rows == self.block)
-        for row in self.rows:
-            cells, op = _cells(races, self.box), self.box.op
-            proxies.check_read(races, row, cells, np.array([self.warp]), op)
-            proxies.begin_read(races, row, cells, op)
-        self.data = self._units() if self.group.chunk.launch.early else None
-        self.is_read = False
+        self._watch(proxies.check_read, proxies.begin_read)
+        self.data: Array | None = None
 
-    def _units(self) -> Array:
-        return self.group.shared.units[16][self.block, self.box.units].copy()
+    def _watch(self, *actions) -> None:
+        races, warps, op = self.group.chunk.races, np.array([self.warp]), self.box.op
+        for row in () if races is None else np.flatnonzero(races.rows == self.block):
+            for action in actions:
+                action(races, row, _cells(races, self.box), warps, op)
 
     def read(self) -> None:
         """From here on shared memory may change."""
-        if self.is_read:
+        if self.data is not None:
             return
-        self.is_read, self.data = True, self._units() if self.data is None else self.data
-        for row in self.rows:
-            races = self.group.chunk.races
-            proxies.end_read(races, row, _cells(races, self.box), np.array([self.warp]))
+        self.data = self.group.shared.units[16][self.block, self.box.units].copy()
+        self._watch(proxies.end_read)
 
     def write(self) -> None:
         self.read()
@@ -352,7 +345,7 @@ def wait_bulk(op: Op) -> Run:
 def check_at_end(chunk) -> None:
     """A block may not end while TMA still works on its shared memory."""
     left = [x for bulk in chunk.extra.get("bulk", {}).values() for x in bulk.unwritten()]
-    if not all(store.is_read for store in left):
+    if any(store.data is None for store in left):
         raise Race(f"{chunk.program.name} ends with stores of TMA in flight")
     for store in left:
         store.write()

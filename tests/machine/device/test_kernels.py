@@ -1,26 +1,17 @@
 """The compiled kernels, run: by the 2x rule, and what is noticed when instructions are left out.
 
-Processes of their own, since the tests' own process interprets. `--ptx sm_80` runs everything.
+Processes of their own, since the tests' own process interprets.
 """
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from tests.machine.device.driver import ptx_machine
 from tests.machine.device.gluon import CASES
-
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-
-
-def python(*words):
-    done = subprocess.run([sys.executable, *words], env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+from tests.machine.processes import python
 
 
 def device(*words):
@@ -39,7 +30,7 @@ def test_every_case_of_check(arch, number):
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_other_precisions(arch, precision):
-    """The whole suite takes minutes: `--ptx sm_80`. Here are three kernels with products."""
+    """Three kernels with products; all of them take minutes."""
     cases = "--kind", "check", "--only", "linear, gelu", "attention, D=32"
     assert "3 passed, 0 failed" in device("--arch", arch, "--precision", precision, *cases)
 
@@ -48,17 +39,6 @@ def test_convolution_in_tf32():
     """Its gradients too: PyTorch's own products see the upper bits alone."""
     cases = "--kind", "check", "--only", "patch_embed, video"
     assert "1 passed, 0 failed" in device("--arch", "sm_90", "--precision", "tf32", *cases)
-
-
-def test_operands_of_wgmma_read_early():
-    cases = "--kind", "early", "--only", "attention"
-    assert "17 passed, 0 failed" in device("--arch", "sm_90", "--precision", "bf16", *cases)
-
-
-@pytest.mark.parametrize("where", ["sm_80", "sm_90", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_whole_numbers_exact(where):
-    """On a GPU too: where nothing is rounded, the machine and it give the same bits."""
-    assert "the bits of float64" in python("-m", "tests.machine.device.exact", where)
 
 
 @pytest.mark.parametrize("name", [*CASES, "bfloat16"])
@@ -198,14 +178,6 @@ def test_special_programs(words):
     few queries have other warps; rows that a finite mask hides, -1e4 to the least number, follow
     softmax(q k^T + mask) v where compiled code fuses products with the sums after them."""
     assert "right" in python("-c", PROGRAMS, *words.split())
-
-
-def test_everything(request):
-    """What `--ptx ARCH` asks for: every case, T, precision and config, and training."""
-    targets = request.config.getoption("--ptx")
-    if not targets:
-        pytest.skip("--ptx sm_80 runs every case, precision and config")
-    print(device("--arch", *targets, "--jobs", str(os.cpu_count() or 1)))
 
 
 REACHED = """

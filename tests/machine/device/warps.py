@@ -1,7 +1,5 @@
-"""What the lanes of a warp do together: shuffles, reductions, and waiting for each other.
-
-PTX ISA, "shfl.sync", "redux.sync". A lane that has left gives poison.
-"""
+"""What the lanes of a warp do together: shuffles, reductions, elections. A lane that has left gives
+poison."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import numpy as np
 from .faults import MachineError
 from .program import Op
 from .registry import Run, instruction
-from .values import S32
+from .values import S32, U32
 
 _LANES = np.arange(32)
 
@@ -50,6 +48,36 @@ def reduce_warp(op: Op) -> Run:
 @instruction("bar.warp.sync")
 def synchronise_warp(op: Op) -> Run:
     """Lanes run in lock step here, so there is nothing to wait for."""
+
+    def run(group):
+        group.whole_warps(op)
+
+    return run
+
+
+@instruction("elect.sync")
+def elect(op: Op) -> Run:
+    """elect.sync d|p, members: p holds in the first member of each warp, d is its lane."""
+    lane, _, chosen = op.operands[0].partition("|")
+    slots = None if lane == "_" else op.slot(lane), op.slot(chosen)
+    members = int(op.operands[1], 0) & 0xFFFFFFFF
+    first = (members & -members).bit_length() - 1
+
+    def run(group):
+        mask = group.whole_warps(op)
+        if slots[0] is not None:
+            group.write(slots[0], np.full((1, 1), first, U32), mask)
+        group.write(slots[1], (np.arange(group.threads) % 32 == first)[None], mask)
+
+    return run
+
+
+@instruction("setmaxnreg.{inc,dec}.sync.aligned.u32")
+def set_registers(op: Op) -> Run:
+    """How many registers a thread may have from here on: 24 to 256, by eights."""
+    count = int(op.operands[0], 0)
+    if not 24 <= count <= 256 or count % 8:
+        raise MachineError(f"{count} registers", op)
 
     def run(group):
         group.whole_warps(op)

@@ -10,8 +10,8 @@ PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". Four warps issue it
 In flight, D's registers hold a NaN of their own, a tag: who reads them computes NaN, who writes
 them is found out when they land. A `mov` of such a register is a second name for it, which lands
 with it: LLVM places some before the wait, and ptxas makes no move of them. The operands in shared
-memory are read at the issue (`Launch.early`) or at the wait: the hardware may read them whenever
-it likes between, so both runs must be right.
+memory are read at the wait; the hardware may read them at any time before, and who writes them
+meanwhile is found out.
 
 B always, and A unless it is in registers, are tiles in shared memory that a descriptor of 64 bits
 names. In units of 16 bytes, with span = 8, 4, 2 for a swizzle of 128, 64, 32 bytes; none is used:
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from . import proxies
+from .execution import Issued
 from .faults import Diverged, InFlight, MachineError, OutOfBounds
 from .mma import unpacked
 from .program import SHARED_BASE, Op
@@ -123,9 +124,7 @@ class Flight:
     def __init__(self):
         self.accumulators: dict[tuple[int, ...], Accumulator] = {}
         self.names: dict[int, list[tuple[Accumulator, int]]] = {}  # of copies, by slot
-        self.open: list[Product] = []
-        self.committed: list[tuple[list[Product], Array]] = []
-        self.fenced: list[Array] | None = None  # registers at the last wgmma.fence
+        self.products = Issued()
         self.serial = 0
 
     def tag(self) -> Array:
@@ -311,7 +310,6 @@ def multiply_async(op: Op) -> Run:
         raise MachineError("operands too many or too few", op)
     read_a = _shared_or_registers(op, 1, len(flags) == 2 and flags[0], 64)
     read_b = _shared_or_registers(op, 2, bool(flags) and flags[-1], columns)
-    a_slots = [op.slot(x) for x in op.items(1)] if in_registers else []
     added_to = op.operands[3]
     keeps = None if added_to in ("0", "1") else op.reader(added_to, "pred")
 
@@ -326,33 +324,14 @@ def multiply_async(op: Op) -> Run:
         if keeps is not None:
             adds = np.broadcast_to(keeps(r)[:, 0], len(blocks))
         accumulator = _accumulator(group, state, op, slots, blocks, adds)
-        product = Product(
-            op,
-            type,
-            accumulator,
-            read_a(group),
-            read_b(group),
-            adds | ~blocks,
-            blocks,
-            blocks,
-        )
-        _note_unfenced(group, state, op, a_slots)
-        _watch(group, product, proxies.check_read, proxies.begin_read)
+        a, b = read_a(group), read_b(group)
+        product = Product(op, type, accumulator, a, b, adds | ~blocks, blocks, blocks)
+        _watch(group, product, blocks, proxies.check_read, proxies.begin_read)
         accumulator.left = accumulator.left + blocks
         accumulator.products.append(product)
-        state.open.append(product)
-        if group.chunk.launch.early:
-            _compute(group, [product], blocks)
+        state.products.open.append(product)
 
     return run
-
-
-def _note_unfenced(group, state: Flight, op: Op, slots) -> None:
-    """Counts wgmma whose registers were written after the last wgmma.fence: ptxas then fences."""
-    fenced, r = state.fenced, group.registers
-    if fenced is None or any(r[slot] is not fenced[slot] for slot in slots):
-        counts = group.chunk.launch.counts
-        counts[f"no wgmma.fence: {op.where[:160]}"] = 1
 
 
 def _accumulator(group, state: Flight, op: Op, slots, blocks: Array, adds: Array) -> Accumulator:
@@ -371,7 +350,6 @@ def _accumulator(group, state: Flight, op: Op, slots, blocks: Array, adds: Array
     if not fresh.any():
         return found
     if (adds & fresh).any():
-        _note_unfenced(group, state, op, slots)
         before = to_matrix([_settled(group, state, slot) for slot in slots], group.shape)
         found.value = (
             before if fresh.all() else np.where(fresh[:, None, None, None], before, found.value)
@@ -406,13 +384,13 @@ def _check_tags(accumulator: Accumulator, group, blocks: Array, op: Op) -> None:
             raise InFlight(f"{what} was written in flight", op)
 
 
-def _watch(group, product: Product, *actions) -> None:
-    """Tells the race detector of an issue or of a retirement."""
+def _watch(group, product: Product, blocks: Array, *actions) -> None:
+    """Tells the race detector of an issue or of a retirement in these blocks."""
     races = group.chunk.races
     if races is None:
         return
     tiles = [x for x in (product.a, product.b) if isinstance(x, Tile)]
-    for row in np.flatnonzero(product.blocks[races.rows]):
+    for row in np.flatnonzero((product.blocks & blocks)[races.rows]):
         block = int(races.rows[row])
         for g in range(group.threads // 128):
             warps = group.warps[4 * g : 4 * g + 4]
@@ -422,10 +400,7 @@ def _watch(group, product: Product, *actions) -> None:
                     raise OutOfBounds(f"bytes {low} to {high} of shared memory", product.op)
                 cells = tile_cells(tile.of(block, g), tile.rows, tile.mn_major, races.grain)
                 for action in actions:
-                    if action is proxies.begin_read:
-                        action(races, row, cells, product.op)
-                    else:
-                        action(races, row, cells, warps, product.op)
+                    action(races, row, cells, warps, product.op)
 
 
 # Fence, commit, wait
@@ -433,21 +408,17 @@ def _watch(group, product: Product, *actions) -> None:
 
 @instruction("wgmma.fence.sync.aligned")
 def fence_registers(op: Op) -> Run:
+    """Where one is missing, ptxas adds it (C7519)."""
+
     def run(group):
         group.whole_blocks(op)
-        flight(group).fenced = list(group.registers)
 
     return run
 
 
 @instruction("wgmma.commit_group.sync.aligned")
 def commit(op: Op) -> Run:
-    def run(group):
-        state = flight(group)
-        state.committed.append((state.open, np.array(group.whole_blocks(op))))
-        state.open = []
-
-    return run
+    return lambda group: flight(group).products.commit(group.whole_blocks(op))
 
 
 @instruction("wgmma.wait_group.sync.aligned")
@@ -455,16 +426,9 @@ def wait(op: Op) -> Run:
     most = int(op.operands[0], 0)
 
     def run(group):
-        state, waiting = flight(group), group.whole_blocks(op)
-        newer, landing = np.zeros(len(waiting), int), []
-        for products, blocks in reversed(state.committed):
-            now = blocks & waiting & (newer >= most)
-            newer += blocks
-            if now.any():
-                landing[:0] = [(product, now & product.blocks) for product in products]
-                blocks &= ~now
-        state.committed = [pair for pair in state.committed if pair[1].any()]
-        _land(group, state, landing, op)
+        state = flight(group)
+        done = state.products.wait(most, group.whole_blocks(op))
+        _land(group, state, [(product, now & product.blocks) for product, now in done], op)
 
     return run
 
@@ -482,8 +446,7 @@ def _land(group, state: Flight, landing: list[tuple[Product, Any]], op: Op) -> N
         for each in by_accumulator.values():
             _compute(group, each, blocks)
         for product in products:
-            retired = product if blocks.all() else _part(product, blocks)
-            _watch(group, retired, _end_read)
+            _watch(group, product, blocks, proxies.end_read)
             accumulator = product.accumulator
             accumulator.left = accumulator.left - (blocks & product.blocks)
             product.blocks = product.blocks & ~blocks
@@ -496,23 +459,6 @@ def _land(group, state: Flight, landing: list[tuple[Product, Any]], op: Op) -> N
         done = blocks & (accumulator.left == 0)
         if done.any():
             _write_back(group, state, accumulator, done, op)
-
-
-def _part(product: Product, blocks: Array) -> Product:
-    return Product(
-        product.op,
-        product.type,
-        product.accumulator,
-        product.a,
-        product.b,
-        product.keeps,
-        product.blocks & blocks,
-        product.todo,
-    )
-
-
-def _end_read(races, row, cells, warps, op) -> None:
-    proxies.end_read(races, row, cells, warps)
 
 
 def _check_operands(group, product: Product, blocks: Array, op: Op) -> None:
