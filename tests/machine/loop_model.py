@@ -1,22 +1,6 @@
 """A model of a kernel's time from its machine code. No figure of it is a measurement.
 
-1. Counts. SASS says what a warp does in each loop (sass.py); PTX and the launch's arguments say how
-   often it goes round (ptx.py). Both are exact up to branches that depend on data.
-2. Units. Each count over a unit's rate gives the cycles that a sub-core (a quarter of an
-   SM) needs on that unit for one warp: tensor cores, issue, special functions (MUFU), fp32, ALU,
-   shared memory; L2 and HBM for the whole GPU, HBM by the bytes of the launch's tensors read or
-   written once.
-3. Chain. One warp's own time: its busiest unit, then its HGMMA, which it waits for, WAIT for each
-   wait, BARRIER for each barrier, LATENCY for each load less what runs since it was asked for: the
-   iterations that its wait_group leaves pending, of TMA one less than the stages.
-   Warps that are resident together hide each other's.
-4. Time. The units and the chain overlap, though never wholly: the 3-norm of their times, and
-   LAUNCH for the launch. The largest is the bound.
-5. Groups of warps with roles run side by side: units take the sum of their work, and of chains
-   there is the longest.
-
-It leaves out bank conflicts, instruction latencies inside a block, and caches: it is there to rank
-configs of one kernel and to say where to look.
+README.md says what it counts, how it puts that together, and what it leaves out.
 """
 
 from __future__ import annotations

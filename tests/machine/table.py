@@ -12,20 +12,8 @@ from .examine import Examined
 from .resources import GATED
 
 COLUMNS = (
-    "arch",
-    "kernel",
-    "config",
-    "pointers",
-    "registers",
-    "spills",
-    "shared",
-    "warps/SM",
-    "tensor cores",
-    "async copies",
-    "hot loop",
-    "waits/HGMMA",
-    "useful",
-    "digest",
+    *("arch", "kernel", "config", "pointers", "registers", "spills", "shared", "warps/SM"),
+    *("tensor cores", "async copies", "hot loop", "waits/HGMMA", "useful", "digest"),
 )
 Row = dict[str, str]  # by column
 
@@ -33,18 +21,8 @@ Row = dict[str, str]  # by column
 def row_of(k: Examined) -> Row:
     warps = "" if k.warps_per_sm is None else k.warps_per_sm
     useful = "" if k.useful is None else f"{k.useful:.2f}"
-    numbers = k.registers, k.spills, k.shared, warps, k.tensor_cores, k.copies
-    values = (
-        k.arch,
-        k.kernel,
-        k.config,
-        k.dtypes,
-        *numbers,
-        k.hot_loop,
-        k.products,
-        useful,
-        k.digest,
-    )
+    values = k.arch, k.kernel, k.config, k.dtypes, k.registers, k.spills, k.shared, warps
+    values += k.tensor_cores, k.copies, k.hot_loop, k.products, useful, k.digest
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
 

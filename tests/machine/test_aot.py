@@ -1,22 +1,12 @@
 """`tests.machine compile`. Kernels compile in a subprocess: here they are interpreted."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from fastvit_kernels.runtime.backend import INTERPRETED
 from tests.machine.__main__ import main
-
-
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=3600
-    )
-
+from tests.machine.processes import python
 
 STEP = """
 import json, torch
@@ -58,9 +48,7 @@ print(json.dumps({**found, "shares": traced}))
 
 @pytest.fixture(scope="module")
 def steps():
-    result = _run("-c", STEP)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(python("-c", STEP))
 
 
 def test_aot_compiles_what_a_step_launches(steps):
@@ -131,41 +119,14 @@ assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
 
 
 def test_aot_cache_keys_equal_launches():
-    result = _run("-c", LAUNCHES, "__main__:ours")
-    assert result.returncode == 0, result.stderr
+    python("-c", LAUNCHES, "__main__:ours")
 
 
 def test_compile_command_lists_kernels():
     words = ("--model", "vit_mnist", "--batch", "2", "--infer", "--json")
-    result = _run("-m", "tests.machine", "compile", *words)
-    assert result.returncode == 0, result.stderr
-    kernels = json.loads(result.stdout)
+    kernels = json.loads(python("-m", "tests.machine", "compile", *words))
     names = {k["kernel"] for k in kernels}
     assert "norm_fwd" in names and not any("bwd" in name for name in names)
-
-
-# swap_in takes its norm, which no call reaches.
-IDLE = """
-import torch
-from tests.machine.__main__ import main
-
-class Idle(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.head = torch.nn.LayerNorm(64), torch.nn.Linear(3, 8)
-
-    def forward(self, images):
-        return self.head(images.mean((2, 3)))
-
-words = ("--model", "__main__:Idle", "--batch", "2", "--arch", "sm_90", "--json")
-raise SystemExit(main(["compile", *words]))
-"""
-
-
-def test_compile_command_rejects_idle_model():
-    result = _run("-c", IDLE)
-    assert result.returncode == 2 and not result.stdout, result.stdout
-    assert "__main__:Idle launches no kernel" in result.stderr
 
 
 def test_processes_share_kernels(steps):
@@ -205,11 +166,8 @@ print(json.dumps(found))
 
 
 def test_last_batch_compiles_nothing():
-    result = _run("-c", BATCHES)
-    assert result.returncode == 0, result.stderr
-    found = {
-        name: {tuple(each) for each in some} for name, some in json.loads(result.stdout).items()
-    }
+    traced = json.loads(python("-c", BATCHES))
+    found = {name: {tuple(each) for each in some} for name, some in traced.items()}
     for kind in ("", "skip"):
         whole = found[f"256{kind}"]
         assert found[f"250{kind}"] == found[f"199{kind}"] == whole

@@ -4,14 +4,14 @@ Each rule is broken by a kernel that is about it; another kernel keeps them all.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import triton
 
 from fastvit_kernels.runtime.compat import version_of
+from tests.machine import faults
+from tests.machine.processes import python
+from tests.machine.ptx import Ptx
 
 SOURCE = '''
 import triton
@@ -101,16 +101,7 @@ print(json.dumps(found))
 def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "small_kernels.py").write_text(SOURCE)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(KERNELS)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(python("-c", PROGRAM, folder, json.dumps(KERNELS)))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +123,31 @@ def test_each_fault_found(compiled, name, expected):
         expected = tuple(part for part in expected if "cp.async" not in part)
     assert len(found) == len(expected)
     assert all(part in fault for part, fault in zip(expected, found, strict=True))
+
+
+COPY = "cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10;"
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r30}, %rd8, %rd9, 1, 1, 1, 0, 0;"
+FENCE, WAIT, WAIT_1 = (
+    f"{op};" for op in ("fence.proxy.async", "cp.async.wait_group 0", "cp.async.wait_group 1")
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "unfenced"),
+    [
+        ([COPY, WAIT, PRODUCT], True),
+        ([COPY, WAIT_1, FENCE, WAIT_1, PRODUCT], True),  # what was still under way has landed
+        ([COPY, WAIT, FENCE, WAIT, PRODUCT], False),  # nothing was
+        ([COPY, PRODUCT], False),  # reads another buffer: nothing has landed
+        ([COPY, WAIT, "bra ON;", PRODUCT, "ON:"], False),  # never reached
+        (["AGAIN:", PRODUCT, COPY, WAIT, "@%p2 bra AGAIN;"], True),  # round the loop
+        (["AGAIN:", PRODUCT, COPY, WAIT, FENCE, "@%p2 bra AGAIN;"], False),
+    ],
+)
+def test_unfenced_copies_found(lines, unfenced):
+    """On each path, whether or not this triton adds the fence."""
+    kernel = Ptx(f".visible .entry k()\n.reqntid 128\n{{\n{chr(10).join(lines)}\nret;\n}}\n")
+    assert faults._reads_before_fence(kernel) == unfenced
 
 
 def test_spills_are_seen(compiled):

@@ -1,8 +1,5 @@
 """The compile gate: what breaks a rule, what the table says, and what is compiled again."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +8,7 @@ from fastvit_kernels.runtime.triton import VERSION, triton
 from tests.machine import __main__ as command, gate, resources
 from tests.machine.aot import TARGETS
 from tests.machine.examine import Examined
+from tests.machine.processes import python
 from tests.machine.table import COLUMNS, compare, read_table, row_of
 
 KERNEL = Examined(
@@ -158,20 +156,6 @@ def test_gate_command_arguments(monkeypatch, capsys):
         assert "--update writes every row" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("registers", "shared", "num_warps", "warps"),
-    [
-        (255, 0, 8, 8),  # 255 registers are allocated as 256: 65536 / 256 threads
-        (32, 0, 4, 64),
-        (32, 0, 1, 32),  # by blocks
-        (32, 113 * 1024, 4, 8),  # two blocks of 113 + 1 KB in 228
-        (32, 114 * 1024, 4, 4),
-    ],
-)
-def test_warps_per_sm(registers, shared, num_warps, warps):
-    assert resources._warps_per_sm(TARGETS["sm_90"], registers, shared, num_warps) == warps
-
-
 DIGEST_OF = """
 import triton, triton.language as tl
 from torch import empty, float16
@@ -213,14 +197,10 @@ print(same[0])
 
 def test_digest_covers_code(tmp_path):
     script = tmp_path / "digest.py"  # Triton reads a kernel's source from its file
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
 
     def digest(source):
         script.write_text(source)
-        done = subprocess.run(
-            [sys.executable, script], check=True, env=env, capture_output=True, text=True
-        )
-        return done.stdout
+        return python(script)
 
     same = digest(DIGEST_OF)
     assert digest(f"# a line above\n\n{DIGEST_OF}") == same

@@ -1,44 +1,14 @@
-"""The model of a kernel's time, and the readers of SASS and PTX under it: on small recorded pieces,
-and against what is published and measured."""
+"""The model of a kernel's time, against what is published and measured."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 
-from tests.machine import faults, ptx, sass, scalar
 from tests.machine.loop_model import ROOFS, Work, launch_time
+from tests.machine.processes import python
 from tests.machine.ptx import Ptx
-
-# A wait stands behind the kernel's end: it jumps back into the loop, and is not another one.
-WAITS = """
-        /*0000*/                   S2R R0, SR_CTAID.X ;
-.L_x_0:
-        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
-        /*0020*/              @!P3 BRA `(.L_x_2) ;
-.L_x_1:
-        /*0030*/                   FADD R4, R4, R4 ;
-        /*0040*/               @P0 BRA `(.L_x_0) ;
-        /*0050*/                   EXIT ;
-.L_x_2:
-        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [R2], R3 ;
-        /*0070*/              @!P3 BRA `(.L_x_2) ;
-        /*0080*/                   BRA `(.L_x_1) ;
-"""
-
-
-@pytest.mark.parametrize("branch", ["@!P3 BRA", "@!UP3 BRA", "BRA UP3,"])
-def test_sass_predicated_branch_falls_through(branch):
-    """Whether it stands before the instruction or, a uniform one, among its operands."""
-    text = WAITS.replace("@!P3 BRA", branch)
-    outer, spin = sass.loops(sass.instructions(text))
-    assert (outer.first, spin.first) == (0x10, 0x60)
-
 
 # for (k = 0; k < cdiv(n, 64); k++) where program 3 of 4 leaves at once.
 PTX = """
@@ -76,65 +46,22 @@ $L__BB0_3:
 """
 
 
-@pytest.mark.parametrize(("n", "trips"), [(1, 1), (64, 1), (65, 2), (577, 10)])
-def test_ptx_trip_counts(n, trips):
-    kernel = ptx.Ptx(PTX)
-    assert kernel.num_warps == 4 and len(kernel.loops) == 1
-    ((first, blocks),) = kernel.loops
-    run = kernel.executions([None, n], (0,), (4,))
-    assert blocks == {first} and run.blocks[first] == trips and not run.guessed
-    assert run.copied == 16 * min(trips, 2)  # masked copies move nothing
-    assert kernel.executions([None, n], (3,), (4,)).blocks[first] == 0
-    assert kernel.executions([None, None], (0,), (4,)).guessed
-
-
-@pytest.mark.parametrize("leaves", [False, True], ids=["jumps-back", "jumps-out"])
-def test_ptx_loop_bounds_in_memory(leaves):
-    text = PTX.replace(
-        "setp.lt.s32 \t%p2, %r5, %r4;", "ld.shared.b32 %r4, [%r9]; setp.lt.s32 %p2, %r5, %r4;"
-    )
-    if leaves:
-        text = text.replace("@%p2 bra \t$L__BB0_2;", "@!%p2 bra $L__BB0_3; bra.uni $L__BB0_2;")
-    kernel = ptx.Ptx(text)
+def test_loops_as_often_as_the_launch_says():
+    """By its arguments; where memory holds the end, as often as the caller says."""
+    kernel = Ptx(PTX)
     ((first, _),) = kernel.loops
-    for trips in (1, 4):
-        run = kernel.executions([None, 577], (0,), (4,), trips=trips)
+    for n, trips in ((1, 1), (64, 1), (65, 2), (577, 10)):
+        run = kernel.executions([None, n], (0,), (4,))
         assert run.blocks[first] == trips and not run.guessed
-
-
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        ("add.s32 %r9, %r1, -3", 4),
-        ("mul.wide.s32 %rd9, %r2, %r1", -14),
-        ("mad.lo.s32 %r9, %r1, %r1, 1", 50),
-        ("div.s32 %r9, -7, %r2", 3),
-        ("rem.s32 %r9, -7, 4", -3),
-        ("div.u32 %r9, %r1, 0", None),
-        ("shr.s32 %r9, %r2, 1", -1),
-        ("shr.u32 %r9, %r2, 31", 1),
-        ("and.b32 %r9, %r1, 3", 3),
-        ("bfe.u32 %r9, %r1, 1, 2", 3),
-        ("mul.hi.u32 %r9, %r1, %r1", None),
-        ("setp.ge.s32 %p9, %r1, 7", 1),
-        ("setp.hi.u32 %p9, %r2, %r1", 1),
-        ("selp.b32 %r9, 5, 6, %p7", None),
-        ("ld.param.b32 %r9, [%r1]", 7),
-        ("cvt.s64.s32 %rd9, %r2", -2),
-        ("not.b32 %r9, %r2", 1),
-        ("selp.b32 %r9, 5, 6, %p1", 5),
-        ("setp.lt.u32 %p9, %r1, %r2", 1),  # -2 is large without its sign
-        ("setp.lt.s32 %p9, %r1, %r2", 0),
-        ("and.pred %p9, %p1, %p1", 1),
-        ("add.f32 %r9, %r1, %r1", None),
-    ],
-    ids=str,
-)
-def test_ptx_arithmetic(line, value):
-    name, _, operands = line.partition(" ")
-    op = ptx.Op("", name, tuple(part.strip() for part in operands.split(",")))
-    registers = {"%r1": 7, "%r2": -2, "%p1": 1, "%rd1": 64}
-    assert scalar.evaluator(op)(registers) == value
+        assert run.copied == 16 * min(trips, 2)  # masked copies move nothing
+    assert kernel.executions([None, 577], (3,), (4,)).blocks[first] == 0
+    assert kernel.executions([None, None], (0,), (4,)).guessed
+    compare = "setp.lt.s32 \t%p2, %r5, %r4;"
+    in_memory = PTX.replace(compare, f"ld.shared.b32 %r4, [%r9]; {compare}")
+    jumps_out = in_memory.replace("@%p2 bra \t$L__BB0_2;", "@!%p2 bra $L__BB0_3; bra $L__BB0_2;")
+    for text in (in_memory, jumps_out):
+        run = Ptx(text).executions([None, 577], (0,), (4,), trips=4)
+        assert run.blocks[first] == 4 and not run.guessed
 
 
 def test_resident_programs_hide_chains():
@@ -145,84 +72,7 @@ def test_resident_programs_hide_chains():
     assert [part["chain"] * 1.52e3 for part in parts] == pytest.approx([15000, 10000])
 
 
-def _ptx(*lines):
-    body = "\n".join(f"\t{line};" if not line.endswith(":") else line for line in lines)
-    return Ptx(f".visible .entry k(\n)\n.reqntid 128\n{{\n{body}\n\tret;\n}}\n")
-
-
-COPY = "cp.async.cg.shared.global [ %r9 + 0 ], [ %rd1 + 0 ], 0x10"
-PRODUCT = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r30}, %rd8, %rd9, 1, 1, 1, 0, 0"
-FENCE, ALL, SUBSET = "fence.proxy.async", "cp.async.wait_group 0", "cp.async.wait_group 1"
-BACK = ["@%p2 bra $L__BB0_1"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "unfenced"),
-    [
-        ([COPY, ALL, PRODUCT], True),
-        ([COPY, ALL, FENCE, PRODUCT], False),
-        ([COPY, "cp.async.wait_all", PRODUCT], True),
-        ([COPY, SUBSET, FENCE, PRODUCT], False),
-        ([COPY, SUBSET, FENCE, SUBSET, PRODUCT], True),  # what was still under way has landed
-        ([COPY, ALL, FENCE, ALL, PRODUCT], False),  # nothing was
-        ([COPY, "cp.async.wait_all", FENCE, "cp.async.wait_all", PRODUCT], False),
-        ([ALL, PRODUCT], False),
-        ([COPY, ALL, "bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], False),  # never reached
-        ([COPY, ALL, "@%p2 bra $L__BB0_1", PRODUCT, "$L__BB0_1:"], True),
-        ([COPY, PRODUCT], False),  # reads another buffer: nothing has landed
-        (["$L__BB0_1:", PRODUCT, COPY, ALL, *BACK], True),  # round the loop
-        (["$L__BB0_1:", PRODUCT, COPY, ALL, FENCE, *BACK], False),
-    ],
-)
-def test_unfenced_copies_found(lines, unfenced):
-    assert faults._reads_before_fence(_ptx(*lines)) == unfenced
-
-
-def _code(**parts):
-    return SimpleNamespace(**{"remarks": "", "loops": [], "instructions": [], "ttgir": ""} | parts)
-
-
-def _dot(version, down, across, M, N, rows, columns):
-    return _code(
-        ttgir=(
-            f"#mma = #ttg.nvidia_mma<{{versionMajor = {version}, versionMinor = 0, "
-            f"warpsPerCTA = [{down}, {across}], instrShape = [{M}, {N}, 16]}}>\n"
-            f"%9 = tt.dot %1, %2, %3 : x -> tensor<{rows}x{columns}xf32, #mma>\n"
-        )
-    )
-
-
-@pytest.mark.parametrize(
-    ("dot", "times"),
-    [
-        (_dot(2, 4, 1, 16, 8, 64, 64), 0),
-        (_dot(2, 8, 1, 16, 8, 64, 64), 2),
-        (_dot(2, 2, 4, 16, 8, 64, 16), 2),
-        (_dot(2, 8, 1, 16, 8, 16, 32), 0),  # a tail: fewer tiles than warps
-        (_dot(3, 8, 1, 16, 64, 64, 64), 2),
-        (_dot(3, 8, 1, 16, 16, 64, 16), 0),  # of wgmma a tile has 16 columns
-        (_dot(3, 4, 1, 16, 64, 64, 64), 0),
-    ],
-)
-def test_duplicated_products_found(dot, times):
-    found = list(faults.duplicated_products(dot))
-    assert len(found) == (times > 0) and (not found or found[0].endswith(f"{times} times"))
-
-
 # Published and measured
-
-
-def _printed(program, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
 
 
 TURNS_PROGRAM = """
@@ -245,7 +95,7 @@ print(64 * 16 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
 def test_model_near_published_flash_attention_3():
     """FlashAttention-3 on an H100 with warp specialisation, but no products under a group's own
     softmax (arXiv:2407.08608, table 2), TFLOP/s."""
-    assert _printed(TURNS_PROGRAM) == pytest.approx(582, rel=0.12)
+    assert json.loads(python("-c", TURNS_PROGRAM)) == pytest.approx(582, rel=0.12)
 
 
 MEASURED_PROGRAM = """
@@ -311,4 +161,4 @@ def test_model_near_measured_h100():
         "attention, T = 197": 118,
         "attention, T = 577": 141,
     }
-    assert _printed(MEASURED_PROGRAM) == pytest.approx(measured, rel=0.2)
+    assert json.loads(python("-c", MEASURED_PROGRAM)) == pytest.approx(measured, rel=0.2)
