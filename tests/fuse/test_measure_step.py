@@ -7,11 +7,12 @@ import time
 
 import pytest
 import torch
-import torch._dynamo as dynamo
 from torch import nn
 
 from fastvit_kernels import swap_in
 from fastvit_kernels.fuse.swapped import Swapped
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Sleeper(nn.Module):
@@ -30,13 +31,6 @@ class Sleeper(nn.Module):
             for _ in range(self.graph):
                 x = x + torch.linalg.svd(torch.eye(80))[1].sum() * 0
         return self.linear(x)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    dynamo.reset()
-    yield
-    dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:swap_in")
