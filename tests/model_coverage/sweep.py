@@ -5,7 +5,7 @@ torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as i
 step in float64, with outputs, all gradients, buffers and random numbers the same; outputs and
 gradients by the 2x rule in eval mode in fp32, and of a training step swapped in by block under bf16
 autocast. Models that are the same once they are small run once. A run that was ended goes on where
-it was; --again begins anew. --sample N runs N of the models and holds their shares against the
+it was. --sample N runs N of the models and holds their shares against the
 table, with --inductor the training step in float64 alone, compiled by Inductor, with --batches that
 step and one of a larger batch by swap_in, whose graph takes both.
 """
@@ -272,17 +272,6 @@ def write_table(found: Sequence[Row], path: Path) -> None:
         table.writerows(map(vars, sorted(found, key=lambda r: (places[r.host], r.model))))
 
 
-def counts(found: Sequence[Row]) -> Iterator[str]:
-    """How many models have which share, by host."""
-    for host in dict.fromkeys(row.host for row in found):
-        shares = [float(row.share) for row in found if row.host == host and row.share]
-        steps = [("all", 99.95, 101.0), ("90 to 100 %", 90.0, 99.95), ("50 to 90 %", 50.0, 90.0)]
-        steps.append(("less", -1.0, 50.0))
-        told = [f"{sum(a <= s < b for s in shares)} {word}" for word, a, b in steps]
-        missing = sum(row.host == host and not row.share for row in found)
-        yield f"{host}: fused {', '.join(told)}; {missing} not run"
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.model_coverage",
@@ -295,7 +284,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hosts", nargs="*", choices=HOSTS, default=HOSTS, help="only models of these")
     add("--jobs", type=int, default=2, help="models at once (default 2)")
     add("--limit", type=float, default=300.0, metavar="SECONDS", help="of a model (default 300)")
-    add("--again", action="store_true", help="run what the file has, too")
     add("--sample", type=int, metavar="N", help="run N of the models, held against the file's rows")
     way = parser.add_mutually_exclusive_group().add_argument
     way("--inductor", action="store_true", help="of a sample the step in float64, by Inductor")
@@ -324,7 +312,7 @@ def main(words: Sequence[str] | None = None) -> int:
         judged = judge_inductor if arguments.inductor else judge
         judged = judge_batches if arguments.batches else judged
         return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit, judged)
-    new = [name for name in every if arguments.again or not _is_done(found.get(name))]
+    new = [name for name in every if not _is_done(found.get(name))]
     for row in told(new, arguments.jobs, arguments.limit):
         found[row.host, row.model] = row
         write_table(list(found.values()), arguments.out)
@@ -332,7 +320,6 @@ def main(words: Sequence[str] | None = None) -> int:
     wrong = [row for row in rows if row.run.startswith("WRONG")]
     for row in wrong:
         print(f"{row.model}: {row.run}", file=sys.stderr)
-    print(*counts(rows), sep="\n")
     print(f"wrote {arguments.out}: {len(rows)} models, {len(wrong)} wrong")
     return 1 if wrong else 0
 

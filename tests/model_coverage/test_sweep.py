@@ -77,7 +77,6 @@ def test_a_run_goes_on_where_it_was(sweeping, capsys):
     assert sweeping([], "40.0", found="WRONG: out0") == 1
     assert sweeping.ran == [4, 1]
     said = capsys.readouterr()
-    assert "nn: fused 0 all, 4 90 to 100 %, 0 50 to 90 %, 1 less; 0 not run" in said.out
     assert "5 models, 1 wrong" in said.out and "TransformerEncoder: WRONG: out0" in said.err
 
 
