@@ -38,32 +38,25 @@ def rms_of_marked_copy(kit: Kit, x: Tensor) -> Tensor:
 
 
 NORMS = {
-    "layer_norm": lambda kit, x: kit.o(kit.n(x)),
     "over two axes": lambda kit, x: F.layer_norm(x, x.shape[1:]),
     "over three axes": lambda kit, x: F.layer_norm(x, x.shape),
     "over one of the last two": lambda kit, x: F.layer_norm(x.transpose(1, 2), (x.shape[1],)),
-    "no weight": lambda kit, x: F.layer_norm(x, (C,)),
     "weight alone": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight),
     "bias alone": lambda kit, x: F.layer_norm(x, (C,), None, kit.n.bias),
     "weight computed": lambda kit, x: F.layer_norm(x, (C,), 1 + kit.n.weight, kit.n.bias),
     "weight expanded": lambda kit, x: F.layer_norm(x, (C,), kit.ls[:1].expand(C), kit.n.bias),
     "weight strided": lambda kit, x: F.layer_norm(x, (C,), kit.both.bias[::4], kit.n.bias),
     "negative eps": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, -0.1),
-    "eps of 0": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, 0.0),
     "eps of 0, constant rows": lambda kit, x: F.layer_norm(x * 0 + 1, (C,), None, None, 0.0),
-    "eps of 1": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, 1),
     "eps of inf": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, math.inf),
-    "eps of nan": lambda kit, x: F.layer_norm(x, (C,), kit.n.weight, kit.n.bias, math.nan),
     "of one token": lambda kit, x: F.layer_norm(x[0, 0], (C,), kit.n.weight),
     "of a strided x": lambda kit, x: F.layer_norm(x.transpose(0, 1), (C,), kit.n.weight),
     "of an expanded x": lambda kit, x: F.layer_norm(x[:1].expand_as(x), (C,), kit.n.weight),
     "of columns": lambda kit, x: F.layer_norm(kit.both(x)[..., ::4], (C,), kit.n.weight),
-    "of part of the columns": lambda kit, x: F.layer_norm(kit.both(x)[..., :C], (C,)),
     "of channels": lambda kit, x: kit.n(x.view(-1, 4, 4, 2).permute(0, 2, 3, 1).reshape(-1, C)),
     "of four axes": lambda kit, x: kit.n(x[:, None]),
     "of nothing": lambda kit, x: kit.o(kit.n(x[:0])).sum() + x.mean(),
     "of no tokens": lambda kit, x: kit.o(kit.n(x[:, :0])),
-    "twice": lambda kit, x: kit.n(kit.n(x)),
     "batch_norm": lambda kit, x: F.batch_norm(
         x.transpose(1, 2), kit.cos.new_zeros(C), kit.cos.new_ones(C), kit.n.weight, None, True
     ),
@@ -71,28 +64,18 @@ NORMS = {
         x.transpose(1, 2), kit.cos.view(-1)[:C], kit.sin.view(-1)[:C], kit.n.weight, None, True
     ),
     "group_norm": lambda kit, x: F.group_norm(x.transpose(1, 2), 4, kit.n.weight),
-    "group of 1": lambda kit, x: F.group_norm(x.transpose(1, 2), 1, kit.n.weight),
-    "native": lambda kit, x: torch.native_layer_norm(x, (C,), kit.n.weight, None, 1e-5)[0],
     "native, statistics": lambda kit, x: torch.native_layer_norm(x, (C,), kit.n.weight, None, 1e-5),
     "written layer_norm": lambda kit, x: (
         lambda u: kit.o(u * torch.rsqrt(u.var(**ROWS, correction=0) + 1e-5))
     )(x - x.mean(**ROWS)),
     "written, corrected": lambda kit, x: (x - x.mean(**ROWS)) / (x.std(**ROWS) + 1e-5),
-    "rms": lambda kit, x: kit.o(kit.rms(x)),
     "rms, eps of None": lambda kit, x: F.rms_norm(x, (C,), kit.rms.weight),
-    "rms, eps of 0": lambda kit, x: F.rms_norm(x, (C,), kit.rms.weight, 0.0),
     "rms, negative eps": lambda kit, x: F.rms_norm(x, (C,), kit.rms.weight, -1e-3),
     "rms over two axes": lambda kit, x: F.rms_norm(x, x.shape[1:]),
-    "rms written": lambda kit, x: kit.o(rms(x) * kit.rms.weight),
-    "rms, weight first": lambda kit, x: kit.o(kit.rms.weight * rms(x)),
-    "rms, no weight": lambda kit, x: kit.o(rms(x)),
-    "rms, 1 + weight": lambda kit, x: rms(x) * (1 + kit.rms.weight),
     "rms, weight and bias": lambda kit, x: rms(x) * kit.rms.weight + kit.n.bias,
     "rms, a scalar weight": lambda kit, x: rms(x) * kit.rms.weight[0],
     "rms, weight of (1, 1, C)": lambda kit, x: rms(x) * kit.cls,
     "rms, weight of tokens": lambda kit, x: rms(x) * kit.cos[: x.shape[1], :1],
-    "rms, a tensor for a weight": lambda kit, x: rms(x) * x,
-    "rms, weight twice": lambda kit, x: rms(x) * kit.rms.weight * kit.ls,
     "rms of another": lambda kit, x: rms(x, again=kit.q(x)),
     "rms of another's copy": lambda kit, x: rms(x, again=kit.q(x).clone()),
     "rms, a copy written to": lambda kit, x: rms(x, again=marked(x)),
@@ -102,55 +85,39 @@ NORMS = {
     "rms, rsqrt detached": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6).detach(),
     "rms, other axis": lambda kit, x: rms(x, dim=1),
     "rms, two axes": lambda kit, x: rms(x, dim=(1, 2)),
-    "rms, all axes": lambda kit, x: x * torch.rsqrt(x.pow(2).mean() + 1e-6),
-    "rms, axis kept not": lambda kit, x: (
-        x[:, 0] * torch.rsqrt(x.pow(2).mean(1).mean(-1) + 1)[:, None]
-    ),
     "rms, cubes": lambda kit, x: rms(x.abs(), power=3),
     "rms, power of a tensor": lambda kit, x: rms(x.abs() + 1, power=kit.per_head[0, 0]),
-    "rms, abs": lambda kit, x: x * torch.rsqrt(x.abs().mean(**ROWS) + 1e-6),
-    "rms, x x": lambda kit, x: x * torch.rsqrt((x * x).mean(**ROWS) + 1e-6),
     "rms, x y": lambda kit, x: x * torch.rsqrt((x * kit.q(x)).mean(**ROWS).abs() + 1e-6),
-    "rms, square": lambda kit, x: x * torch.rsqrt(x.square().mean(**ROWS) + 1e-6),
     "rms, **": lambda kit, x: x * ((x**2).mean(**ROWS) + 1e-6).rsqrt(),
     "rms, ** -0.5": lambda kit, x: x * (x.pow(2).mean(**ROWS) + 1e-6) ** -0.5,
     "rms, over sqrt": lambda kit, x: x / (x.pow(2).mean(**ROWS) + 1e-6).sqrt(),
     "rms, over norm": lambda kit, x: x / (x.norm(**ROWS) / C**0.5 + 1e-6),
     "rms, sum": lambda kit, x: x * torch.rsqrt(x.pow(2).sum(**ROWS) + 1e-6),
-    "rms, sum over C": lambda kit, x: x * torch.rsqrt(x.pow(2).sum(**ROWS) / C + 1e-6),
     "rms, eps before the mean": lambda kit, x: x * torch.rsqrt((x.pow(2) + 1e-3).mean(**ROWS)),
-    "rms, eps after": lambda kit, x: x * (torch.rsqrt(x.pow(2).mean(**ROWS)) + 1e-3),
     "rms, eps a tensor": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS) + kit.per_head[0, 0]),
     "rms, eps times": lambda kit, x: x * torch.rsqrt(torch.add(x.pow(2).mean(**ROWS), 1, alpha=2)),
     "rms, negative eps written": lambda kit, x: rms(x, -1e-3),
-    "rms, no eps": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS)),
     "rms, rsqrt seen": lambda kit, x: (lambda r: x * r + r)(
         torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
     ),
     "rms, rsqrt twice": lambda kit, x: (lambda r: (x * r) * r)(
         torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
     ),
-    "rms, two products": lambda kit, x: (lambda r: (x * r, kit.q(x) * r))(
-        torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
-    ),
     "rms, own product": lambda kit, x: (lambda r: r * r)(torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)),
     "rms, mean seen": lambda kit, x: (lambda m: (x * torch.rsqrt(m + 1e-6), m))(
         x.pow(2).mean(**ROWS)
     ),
-    "rms in float32": lambda kit, x: (rms(x.float()) * kit.rms.weight.float()).to(x.dtype),
     "rms in float32, weight after": lambda kit, x: rms(x.float()).to(x.dtype) * kit.rms.weight,
     "rms, mean in float32": lambda kit, x: (
         x * torch.rsqrt(x.pow(2).mean(**ROWS, dtype=torch.float32) + 1e-6)
     ),
     "rms of nothing": lambda kit, x: rms(x[:, :0]) * kit.rms.weight,
     "rms of no columns": lambda kit, x: rms(x[..., :0]),
-    "rms of one column": lambda kit, x: rms(x[..., :1]),
     "rms, then in place": lambda kit, x: rms(x).mul_(kit.rms.weight),
     "rms, x in place": lambda kit, x: (lambda r: x.mul_(2) * r)(
         torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
     ),
     "rms, rsqrt in place": lambda kit, x: x * x.pow(2).mean(**ROWS).add_(1e-6).rsqrt_(),
-    "rms, addcmul": lambda kit, x: torch.addcmul(x, rms(x), kit.rms.weight),
     "rms by heads": lambda kit, x: rms(x.view(*x.shape[:2], H, D)).flatten(2),
     "rms by heads, weight of all": lambda kit, x: (
         rms(x.view(*x.shape[:2], H, D)) * kit.rms.weight.view(H, D)
@@ -170,29 +137,41 @@ def by_halves(how: Callable[..., Any]) -> Callable[..., Any]:
     return lambda kit, x: kit.fc2(how(*kit.both(x).chunk(2, -1)))
 
 
+def bias_written(kit: Kit, x: Tensor) -> Tensor:
+    y = x @ kit.q.weight.t()
+    kit.q.bias.data.mul_(2)
+    return y + kit.q.bias
+
+
+def weight_of_a_product_written(kit: Kit, x: Tensor) -> Tensor:
+    y = x.detach() @ kit.q.weight.detach().t()
+    kit.q.weight.data.mul_(2)
+    return y + kit.q.bias
+
+
+def weight_seen_without_gradient(kit: Kit, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight = kit.q.weight.t()
+    return x @ weight + kit.q.bias
+
+
 MLPS = {
     **{
         name: act(name)
         for name in "gelu silu relu tanh sigmoid relu6 hardswish hardsigmoid elu mish leaky_relu "
         "softplus selu celu logsigmoid softsign tanhshrink rrelu".split()
     },
-    "gelu tanh": act("gelu", approximate="tanh"),
-    "gelu by keyword": act("gelu", approximate="none"),
     "silu in place": act("silu", inplace=True),
     "leaky of 0": act("leaky_relu", negative_slope=0.0),
     "softmax": act("softmax", dim=-1),
-    "quick gelu": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(1.702 * z))),
     "quick gelu, sigmoid first": by_hidden(lambda kit, z, x: kit.fc2((1.702 * z).sigmoid() * z)),
-    "almost quick": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(1.7 * z))),
     "quick of a double": by_hidden(lambda kit, z, x: kit.fc2(2 * z * torch.sigmoid(1.702 * z))),
-    "quick of a sum": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(1.702 + z))),
     "swish": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(z))),
     "swish of another": by_hidden(
         lambda kit, z, x: kit.fc2(z * torch.sigmoid(1.702 * kit.gate(x)))
     ),
     "swish of a learnt": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(kit.ls[0] * z))),
     "gelu by erf": by_hidden(lambda kit, z, x: kit.fc2(0.5 * z * (1 + torch.erf(z / 2**0.5)))),
-    "gelu by another erf": by_hidden(lambda kit, z, x: kit.fc2(0.5 * z * (1 + torch.erf(z / 2)))),
     "gelu by tanh": by_hidden(
         lambda kit, z, x: kit.fc2(
             0.5 * z * (1 + torch.tanh((2 / math.pi) ** 0.5 * (z + 0.044715 * z**3)))
@@ -203,7 +182,6 @@ MLPS = {
     "hidden returned": by_hidden(lambda kit, z, x: (kit.fc2(F.gelu(z)), z)),
     "activated seen": by_hidden(lambda kit, z, x: (lambda a: (kit.fc2(a), a))(F.gelu(z))),
     "activated twice": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(F.gelu(z)))),
-    "two activations": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(z) + F.silu(z))),
     "two layers behind": by_hidden(
         lambda kit, z, x: (lambda a: kit.fc2(a) + F.linear(a, kit.fc2.weight))(F.gelu(z))
     ),
@@ -216,14 +194,10 @@ MLPS = {
         lambda kit, z, x: F.linear(F.gelu(z).view(*x.shape[:2], 2, 32), kit.o.weight)
     ),
     "columns": by_hidden(lambda kit, z, x: F.linear(F.gelu(z)[..., :32], kit.o.weight)),
-    "columns before": by_hidden(lambda kit, z, x: F.linear(F.gelu(z[..., ::2]), kit.o.weight)),
     "dropout between": by_hidden(
         lambda kit, z, x: kit.fc2(F.dropout(F.gelu(z), 0.3, kit.training))
     ),
-    "dropout before": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(F.dropout(z, 0.3, kit.training)))),
-    "dropout after": by_hidden(lambda kit, z, x: F.dropout(kit.fc2(F.gelu(z)), 0.3, kit.training)),
     "dropout of all": by_hidden(lambda kit, z, x: F.dropout(kit.fc2(F.gelu(z)), 1.0)),
-    "norm between": by_hidden(lambda kit, z, x: kit.fc2(F.layer_norm(F.gelu(z), (64,)))),
     "scaled between": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(z) * 2)),
     "bias of (1, N)": lambda kit, x: kit.fc2(
         F.gelu(F.linear(x, kit.fc1.weight) + kit.fc1.bias[None])
@@ -233,19 +207,23 @@ MLPS = {
     "linear's bias a scalar": lambda kit, x: F.linear(x, kit.q.weight, kit.ls[:1]),
     "linear of 1 axis": lambda kit, x: F.linear(x[0, 0], kit.q.weight, kit.q.bias),
     "linear to a vector": lambda kit, x: F.linear(x, kit.ls),
-    "linear to one column": lambda kit, x: F.linear(x, kit.q.weight[:1], kit.q.bias[:1]),
     "linear of no rows": lambda kit, x: F.linear(x[:, :0], kit.q.weight, kit.q.bias),
     "linear of no columns": lambda kit, x: F.linear(x[..., :0], kit.q.weight[:, :0], kit.q.bias),
     "linear to no columns": lambda kit, x: F.linear(x, kit.q.weight[:0]),
-    "addmm": lambda kit, x: torch.addmm(kit.q.bias, x[0], kit.q.weight.t()),
     "addmm of beta 2": lambda kit, x: torch.addmm(
         kit.q.bias, x[0], kit.q.weight.t(), beta=2, alpha=0.5
     ),
     "addmm of rows": lambda kit, x: torch.addmm(x[1], x[0], kit.q.weight.t()),
-    "matmul": lambda kit, x: x @ kit.q.weight.t() + kit.q.bias,
     "matmul, not turned": lambda kit, x: x @ kit.q.weight + kit.q.bias,
+    "product by image": lambda kit, x: x @ kit.both.weight[:64].view(2, C, C),
+    "products turned": lambda kit, x: torch.einsum("btk,nk->bnt", x, kit.q.weight),
+    "products summed": lambda kit, x: torch.einsum("btk,nk->bt", x, kit.q.weight),
+    "products of a diagonal": lambda kit, x: torch.einsum("btk,kk->btk", x, kit.q.weight),
+    "products of tokens": lambda kit, x: torch.einsum("btk,tn->bkn", x, kit.both.weight[:9]),
+    "bias written after": bias_written,
+    "weight written after": weight_of_a_product_written,
+    "weight seen under no_grad": weight_seen_without_gradient,
     "weight turned": lambda kit, x: F.linear(x, kit.q.weight.t(), kit.q.bias),
-    "weight of columns": lambda kit, x: F.linear(x, kit.both.weight[::4], kit.both.bias[::4]),
     "weight of x": lambda kit, x: F.linear(x, x[0].T @ x[0], kit.q.bias),
     "weight dropped": lambda kit, x: F.linear(x, F.dropout(kit.q.weight, 0.3), kit.q.bias),
     "weight in float32": lambda kit, x: F.linear(x, kit.q.weight.float().to(x.dtype), kit.q.bias),
@@ -253,30 +231,17 @@ MLPS = {
         F.gelu(F.linear(x, kit.q.weight)), kit.q.weight.t()
     ),
     "one mlp twice": lambda kit, x: kit.fc2(F.gelu(kit.fc1(kit.fc2(F.gelu(kit.fc1(x)))))),
-    "computed twice": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x))) + kit.fc2(F.gelu(kit.fc1(x))),
     "frozen first": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x).detach())),
-    "frozen weight": lambda kit, x: kit.fc2(
-        F.gelu(F.linear(x, kit.fc1.weight.detach(), kit.fc1.bias))
-    ),
     "written before": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x).mul_(2))),
-    "activation written": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x)).mul_(2)),
-    "result written": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x))).mul_(2),
     "x written between": lambda kit, x: (lambda z: (x.add_(1), kit.fc2(F.gelu(z)))[1])(kit.fc1(x)),
-    "swiglu": by_halves(lambda a, b: F.silu(a) * b),
-    "swiglu, b first": by_halves(lambda a, b: b * F.silu(a)),
     "swiglu of b": by_halves(lambda a, b: a * F.silu(b)),
-    "geglu": by_halves(lambda a, b: F.gelu(a) * b),
     "geglu tanh": by_halves(lambda a, b: F.gelu(a, approximate="tanh") * b),
     "reglu": by_halves(lambda a, b: F.relu(a) * b),
     "glu": lambda kit, x: kit.fc2(F.glu(kit.both(x), -1)),
     "glu of tokens": lambda kit, x: F.glu(kit.both(x[:, :4]), 1),
-    "both activated": by_halves(lambda a, b: F.silu(a) * F.silu(b)),
     "one half": by_halves(lambda a, b: F.silu(a) * a),
-    "sum of halves": by_halves(lambda a, b: F.silu(a) + b),
-    "over": by_halves(lambda a, b: F.silu(a) / (b.abs() + 1)),
     "gate clamped": by_halves(lambda a, b: F.silu(a.clamp(max=0.1)) * b.clamp(-0.1, 0.1)),
     "gpt-oss": by_halves(lambda a, b: (b + 1) * a * torch.sigmoid(a * 1.702)),
-    "gate dropped": by_halves(lambda a, b: F.dropout(F.silu(a), 0.3) * b),
     "gate normed": by_halves(lambda a, b: F.layer_norm(F.silu(a) * b, (64,))),
     "halves seen": by_halves(lambda a, b: F.silu(a) * b + a.mean()),
     "interleaved": lambda kit, x: (lambda z: kit.fc2(F.silu(z[..., ::2]) * z[..., 1::2]))(
@@ -288,19 +253,12 @@ MLPS = {
     "halves of the batch": lambda kit, x: (lambda a, b: kit.fc2(F.silu(a) * b))(
         *kit.fc1(x).chunk(2, 0)
     ),
-    "gate of its own": lambda kit, x: kit.fc2(F.silu(kit.gate(x)) * kit.fc1(x)),
-    "gate of another x": lambda kit, x: kit.fc2(F.silu(kit.gate(x * 2)) * kit.fc1(x)),
     "gate of one token": lambda kit, x: kit.fc2(F.silu(kit.gate(x[:, :1])) * kit.fc1(x)),
-    "gate without bias": lambda kit, x: kit.fc2(F.silu(F.linear(x, kit.gate.weight)) * kit.fc1(x)),
     "gate is fc1": lambda kit, x: (lambda z: kit.fc2(F.silu(z) * z))(kit.fc1(x)),
-    "gate of a norm": lambda kit, x: kit.fc2(F.silu(kit.gate(kit.n(x))) * kit.fc1(x)),
     "gate detached": lambda kit, x: kit.fc2(F.silu(kit.gate(x)).detach() * kit.fc1(x)),
     "four parts": lambda kit, x: (
         lambda a, b, c, d: F.linear(F.silu(a) * b + F.silu(c) * d, kit.o.weight)
     )(*kit.both(x).chunk(4, -1)),
-    "uneven parts": lambda kit, x: (
-        lambda a, b: F.linear(F.silu(a) * b[..., :48], kit.fc2.weight[:, :48])
-    )(*kit.both(x).split((48, 80), -1)),
     "fast path": lambda kit, x: torch.relu(kit.fc1(x)) @ kit.fc2.weight.t(),
 }
 
@@ -321,19 +279,15 @@ EPILOGUES = {
     "scale of x": lambda kit, x: kit.ls * x + branch(kit, x),
     "scale of the sum": lambda kit, x: kit.ls * (x + branch(kit, x)),
     "scale of (1, 1, C)": lambda kit, x: x + kit.cls * branch(kit, x),
-    "scale of one": lambda kit, x: x + kit.ls[:1] * branch(kit, x),
     "scale a scalar": lambda kit, x: x + kit.ls[0] * branch(kit, x),
     "scale a number": lambda kit, x: x + 0.3 * branch(kit, x),
     "scale of tokens": lambda kit, x: x + kit.cos[: x.shape[1], :1] * branch(kit, x),
     "scale of rows, learnt": lambda kit, x: x + kit.per_head[: x.shape[0]] * branch(kit, x),
     "scale of rows": lambda kit, x: x + kit.per_head[: x.shape[0]].detach() * branch(kit, x),
-    "scale of rows by x": lambda kit, x: x + x.mean((1, 2), keepdim=True) * branch(kit, x),
     "scale of rows by x, detached": lambda kit, x: (
         x + x.detach().mean((1, 2), keepdim=True) * branch(kit, x)
     ),
-    "scale of everything": lambda kit, x: x + x * branch(kit, x),
     "scale detached": lambda kit, x: x + kit.ls.detach() * branch(kit, x),
-    "scale computed": lambda kit, x: x + kit.ls.exp() * branch(kit, x),
     "scale strided": lambda kit, x: x + kit.both.bias[::4] * branch(kit, x),
     "scale expanded": lambda kit, x: x + kit.ls[:1].expand(C) * branch(kit, x),
     "scale twice": lambda kit, x: x + kit.ls * (kit.rms.weight * branch(kit, x)),
@@ -343,34 +297,24 @@ EPILOGUES = {
         x + (kit.ls[:, None] * branch(kit, x).transpose(1, 2)).transpose(1, 2)
     ),
     "over": lambda kit, x: x + branch(kit, x) / 3,
-    "over a parameter": lambda kit, x: x + branch(kit, x) / kit.ls,
     "minus": lambda kit, x: x - branch(kit, x),
-    "minus turned": lambda kit, x: branch(kit, x) - x,
     "alpha": lambda kit, x: torch.add(x, branch(kit, x), alpha=2),
-    "alpha of x": lambda kit, x: torch.add(branch(kit, x), x, alpha=2),
-    "lerp": lambda kit, x: torch.lerp(x, branch(kit, x), 0.3),
     "addcmul": lambda kit, x: torch.addcmul(x, kit.ls, branch(kit, x)),
     "add_": lambda kit, x: x.clone().add_(branch(kit, x)),
     "+=": lambda kit, x: x.__iadd__(branch(kit, x)),
     "branch +=": lambda kit, x: branch(kit, x).__iadd__(x),
-    "number added": lambda kit, x: branch(kit, x) + 1,
     "broadcast x": lambda kit, x: x[:1] + branch(kit, x),
     "broadcast branch": lambda kit, x: x + branch(kit, x[:1]),
-    "broadcast token": lambda kit, x: x + branch(kit, x[:, :1]),
     "a parameter added": lambda kit, x: kit.cls + branch(kit, x),
-    "a vector added": lambda kit, x: kit.ls + branch(kit, x),
     "turned x": lambda kit, x: x.flip(1) + branch(kit, x),
     "strided x": lambda kit, x: kit.both(x)[..., :C] + branch(kit, x),
     "integer x": lambda kit, x: x.int() + branch(kit, x),
-    "float32 x": lambda kit, x: x.float() + branch(kit, x),
-    "detached x": lambda kit, x: x.detach() + branch(kit, x),
     "detached branch": lambda kit, x: x + branch(kit, x).detach(),
     "itself": lambda kit, x: (lambda y: y + y)(branch(kit, x)),
     "branch seen": lambda kit, x: (lambda y: (x + y, y))(branch(kit, x)),
     "scaled seen": lambda kit, x: (lambda y: (x + y, y))(kit.ls * branch(kit, x)),
     "branch in its scale": lambda kit, x: (lambda y: x + y * y)(branch(kit, x)),
     "two branches": lambda kit, x: branch(kit, x) + kit.o(x),
-    "two branches and x": lambda kit, x: x + branch(kit, x) + kit.o(x),
     "two branches of one": lambda kit, x: x + (kit.o(x) + branch(kit, x)),
     "sum later": lambda kit, x: (lambda y: (x.sin() + x) + y)(branch(kit, x)),
     "x made later": lambda kit, x: (lambda y: kit.o(y.detach()) + y)(branch(kit, x)),
@@ -385,10 +329,8 @@ EPILOGUES = {
     "drop, divided": lambda kit, x: x + branch(kit, x) * keep(x).div_(0.7),
     "drop, then scaled": lambda kit, x: x + kit.ls * (branch(kit, x) * keep(x).div_(0.7)),
     "drop first": lambda kit, x: (lambda m: x + branch(kit, x) * m)(keep(x)),
-    "drop of none": lambda kit, x: x + branch(kit, x) * keep(x, 1.0),
     "drop of all": lambda kit, x: x + branch(kit, x) * keep(x, 0.0),
     "drop of tokens": lambda kit, x: x + branch(kit, x) * keep(x, shape=(1, x.shape[1], 1)),
-    "drop of columns": lambda kit, x: x + branch(kit, x) * keep(x, shape=(1, 1, C)),
     "drop of columns, a vector": lambda kit, x: x + branch(kit, x) * keep(x, shape=(C,)),
     "drop of the batch": lambda kit, x: x + branch(kit, x) * keep(x, shape=(1, 1, 1)),
     "drop of everything": lambda kit, x: x + branch(kit, x) * keep(x, shape=x.shape),
@@ -402,7 +344,6 @@ EPILOGUES = {
     "drop with a draw between": lambda kit, x: (lambda y, m, r: x + y * m + r.mean())(
         branch(kit, x), keep(x), torch.rand(3, dtype=x.dtype)
     ),
-    "drop twice": lambda kit, x: x + branch(kit, x) * keep(x) * keep(x),
     "drop seen": lambda kit, x: (lambda m: (x + branch(kit, x) * m, m))(keep(x)),
     "drop of half": lambda kit, x: x + branch(kit, x) * keep(x.half()),
     "drop by where": lambda kit, x: x + torch.where(keep(x) > 0, branch(kit, x), 0.0),
@@ -410,8 +351,6 @@ EPILOGUES = {
         0, torch.randperm(x.shape[0])[:1], branch(kit, x[:1]), alpha=2
     ),
     "dropout": lambda kit, x: x + F.dropout(branch(kit, x), 0.3),
-    "dropout, scaled": lambda kit, x: x + kit.ls * F.dropout(branch(kit, x), 0.3),
-    "dropout of the sum": lambda kit, x: F.dropout(x + branch(kit, x), 0.3),
     "attention's": lambda kit, x: x + kit.ls * kit.o(join(sdpa(*packed(kit, x)))),
     "attention's without a product": lambda kit, x: x + join(sdpa(*packed(kit, x))),
     "a norm's": lambda kit, x: x + kit.n(x),
@@ -445,124 +384,132 @@ def positions(kit: Kit, n: int) -> Tensor:
     return kit.both.weight[:n][None]
 
 
+def patches(kit: Kit, x: Tensor) -> Tensor:
+    return flat(kit.conv(x))
+
+
+def behind(how: Callable[..., Any]) -> Callable[..., Any]:
+    """What (kit, tokens) becomes."""
+    return lambda kit, x: how(kit, patches(kit, x))
+
+
+def beside(prefix: Callable[..., Tensor], dim: int = 1) -> Callable[..., Any]:
+    """Tokens behind what `prefix` makes of (kit, tokens)."""
+    return behind(lambda kit, y: torch.cat((prefix(kit, y), y), dim))
+
+
+def folded(*order: int) -> Callable[..., Any]:
+    """Pixels of a patch as columns, in some order."""
+    return lambda kit, x: F.linear(
+        x.view(2, 3, 2, 4, 3, 4).permute(*order).reshape(2, 6, 48), kit.conv.weight.flatten(1)
+    )
+
+
+def frozen_patches(kit: Kit, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = patches(kit, x)
+    return torch.cat((cls(kit, y), y), 1)
+
+
+def weight_written(kit: Kit, x: Tensor) -> Tensor:
+    y = kit.conv(x)
+    kit.conv.weight.data.mul_(2)
+    return flat(y)
+
+
+def grid_written(kit: Kit, x: Tensor) -> Tensor:
+    return flat(kit.conv(x).mul_(2)) + positions(kit, 6)
+
+
+def prefix_written(kit: Kit, x: Tensor) -> Tensor:
+    y = patches(kit, x)
+    y = torch.cat((cls(kit, y), y), 1)
+    kit.cls.data.mul_(2)
+    return y + positions(kit, 7)
+
+
+def positions_written(kit: Kit, x: Tensor) -> Tensor:
+    y = patches(kit, x) + positions(kit, 6)
+    kit.both.weight.data.mul_(2)
+    return torch.cat((cls(kit, y), y), 1)
+
+
 PATCHES = {
-    "as it is": lambda kit, x: flat(kit.conv(x)),
+    "as it is": patches,
     "not turned": lambda kit, x: kit.conv(x).flatten(2),
     "a grid": lambda kit, x: kit.conv(x),
     "channels last": lambda kit, x: kit.conv(x).permute(0, 2, 3, 1),
     "columns first": lambda kit, x: flat(kit.conv(x).transpose(2, 3)),
-    "of a turned image": lambda kit, x: flat(kit.conv(x.transpose(2, 3))),
-    "of channels last": lambda kit, x: flat(
-        kit.conv(x.contiguous(memory_format=torch.channels_last))
-    ),
+    "other elements": lambda kit, x: kit.conv(x).view(x.shape[0], 6, C),
+    "of a turned image": lambda kit, x: patches(kit, x.transpose(2, 3)),
     "overlap": lambda kit, x: flat(conv(kit, x, stride=2)),
     "gaps": lambda kit, x: flat(conv(kit, x, stride=5)),
     "strides of two": lambda kit, x: flat(conv(kit, x, stride=(4, 2))),
     "padded": lambda kit, x: flat(conv(kit, x, padding=2)),
+    "padded, as many": lambda kit, x: flat(conv(kit, x, padding=1)),
     "padded same": lambda kit, x: flat(conv(kit, x, padding="same", stride=1)),
-    "padded valid": lambda kit, x: flat(conv(kit, x, padding="valid")),
     "dilated": lambda kit, x: flat(conv(kit, x, dilation=2)),
     "groups": lambda kit, x: flat(
         F.conv2d(x, kit.conv.weight[:30, :1], kit.conv.bias[:30], 4, groups=3)
     ),
-    "ragged": lambda kit, x: flat(kit.conv(F.pad(x, (0, 1)))),
-    "ragged rows": lambda kit, x: flat(kit.conv(x[:, :, :7])),
-    "no bias": lambda kit, x: flat(F.conv2d(x, kit.conv.weight, None, 4)),
+    "ragged": lambda kit, x: patches(kit, F.pad(x, (0, 1))),
+    "ragged rows": lambda kit, x: patches(kit, x[:, :, :7]),
     "a computed weight": lambda kit, x: flat(F.conv2d(x, kit.conv.weight * 2, kit.conv.bias, 4)),
     "unbatched": lambda kit, x: kit.conv(x[0]).flatten(1).t(),
-    "no images": lambda kit, x: flat(kit.conv(x[:0])),
+    "no images": lambda kit, x: patches(kit, x[:0]),
     "seen": lambda kit, x: (lambda y: (flat(y), y))(kit.conv(x)),
-    "averaged": lambda kit, x: flat(kit.conv(x)).mean(1),
     "transposed": lambda kit, x: flat(
         F.conv_transpose2d(x, kit.conv.weight[:3, :, :2, :2], None, 2)
     ),
     "by unfold": lambda kit, x: (
         kit.conv.bias + F.unfold(x, 4, stride=4).transpose(1, 2) @ kit.conv.weight.flatten(1).t()
     ),
-    "by view": lambda kit, x: F.linear(
-        x.view(2, 3, 2, 4, 3, 4).permute(0, 2, 4, 1, 3, 5).reshape(2, 6, 48),
-        kit.conv.weight.flatten(1),
-    ),
-    "by view, channels last": lambda kit, x: F.linear(
-        x.view(2, 3, 2, 4, 3, 4).permute(0, 2, 4, 3, 5, 1).reshape(2, 6, 48),
-        kit.conv.weight.flatten(1),
-    ),
-    "1d": lambda kit, x: F.conv1d(
-        x[:, 0], kit.conv.weight[:, :2].flatten(2)[..., :4].repeat(1, 4, 1), None, 4
-    ),
-    "positions": lambda kit, x: flat(kit.conv(x)) + positions(kit, 6),
-    "positions of a batch": lambda kit, x: flat(kit.conv(x)) + kit.both.weight[:12].view(2, 6, C),
+    "by view": folded(0, 2, 4, 1, 3, 5),
+    "by view, channels last": folded(0, 2, 4, 3, 5, 1),
+    "frozen": frozen_patches,
+    "weight written": weight_written,
+    "grid written": grid_written,
+    "prefix written": prefix_written,
+    "positions written": positions_written,
+    "positions of a batch": behind(lambda kit, y: y + kit.both.weight[:12].view(2, 6, C)),
     "positions of a grid": lambda kit, x: flat(
         kit.conv(x) + kit.both.weight[:6].T.reshape(1, C, 2, 3)
     ),
-    "positions of one token": lambda kit, x: flat(kit.conv(x)) + positions(kit, 1),
-    "positions a vector": lambda kit, x: flat(kit.conv(x)) + kit.ls,
-    "positions a number": lambda kit, x: flat(kit.conv(x)) + 1,
-    "positions twice": lambda kit, x: flat(kit.conv(x)) + positions(kit, 6) + positions(kit, 6),
-    "positions in float32": lambda kit, x: flat(kit.conv(x)) + positions(kit, 6).float(),
-    "positions, alpha": lambda kit, x: torch.add(flat(kit.conv(x)), positions(kit, 6), alpha=2),
-    "positions subtracted": lambda kit, x: flat(kit.conv(x)) - positions(kit, 6),
-    "positions detached": lambda kit, x: flat(kit.conv(x)) + positions(kit, 6).detach(),
-    "positions of x": lambda kit, x: (lambda y: y + y.detach())(flat(kit.conv(x))),
-    "positions +=": lambda kit, x: flat(kit.conv(x)).add_(positions(kit, 6)),
-    "cls": lambda kit, x: (lambda y: torch.cat((cls(kit, y), y), 1))(flat(kit.conv(x))),
-    "cls, positions": lambda kit, x: (lambda y: torch.cat((cls(kit, y), y), 1) + positions(kit, 7))(
-        flat(kit.conv(x))
+    "positions of one token": behind(lambda kit, y: y + positions(kit, 1)),
+    "positions of one column": behind(lambda kit, y: y + positions(kit, 6)[..., :1]),
+    "positions a vector": behind(lambda kit, y: y + kit.ls),
+    "positions a number": behind(lambda kit, y: y + 1),
+    "positions integers": behind(lambda kit, y: y + torch.arange(6 * C).view(1, 6, C)),
+    "positions twice": behind(lambda kit, y: y + positions(kit, 6) + positions(kit, 6)),
+    "positions in float32": behind(lambda kit, y: y + positions(kit, 6).float()),
+    "positions, alpha": behind(lambda kit, y: torch.add(y, positions(kit, 6), alpha=2)),
+    "positions subtracted": behind(lambda kit, y: y - positions(kit, 6)),
+    "positions detached": behind(lambda kit, y: y + positions(kit, 6).detach()),
+    "positions of x": behind(lambda kit, y: y + y.detach()),
+    "positions +=": behind(lambda kit, y: y.add_(positions(kit, 6))),
+    "detached, positions": behind(lambda kit, y: y.detach() + positions(kit, 6)),
+    "cls last": behind(lambda kit, y: torch.cat((y, cls(kit, y)), 1) + positions(kit, 7)),
+    "cls of each image": beside(lambda kit, y: y[:, :1]),
+    "cls by columns": beside(lambda kit, y: y, -1),
+    "cls in the batch": beside(lambda kit, y: kit.cls.expand(1, 6, -1), 0),
+    "cls scaled": beside(lambda kit, y: cls(kit, y) * 2),
+    "cls in float32": beside(lambda kit, y: cls(kit, y).float()),
+    "registers between": behind(
+        lambda kit, y: torch.cat((y[:, :2], kit.reg.expand(2, -1, -1), y[:, 2:]), 1)
     ),
-    "positions, cls": lambda kit, x: (lambda y: torch.cat((cls(kit, y), y + positions(kit, 6)), 1))(
-        flat(kit.conv(x))
-    ),
-    "positions, cls, positions": lambda kit, x: (
-        lambda y: torch.cat((cls(kit, y), y + positions(kit, 6)), 1) + positions(kit, 7)
-    )(flat(kit.conv(x))),
-    "cls last": lambda kit, x: (lambda y: torch.cat((y, cls(kit, y)), 1) + positions(kit, 7))(
-        flat(kit.conv(x))
-    ),
-    "cls of each image": lambda kit, x: (lambda y: torch.cat((y[:, :1], y), 1) + positions(kit, 7))(
-        flat(kit.conv(x))
-    ),
-    "cls by columns": lambda kit, x: (lambda y: torch.cat((y, y), -1))(flat(kit.conv(x))),
-    "cls in the batch": lambda kit, x: (lambda y: torch.cat((kit.cls.expand(1, 6, -1), y), 0))(
-        flat(kit.conv(x))
-    ),
-    "cls, registers": lambda kit, x: (
-        lambda y: torch.cat((cls(kit, y), kit.reg.expand(2, -1, -1), y), 1) + positions(kit, 9)
-    )(flat(kit.conv(x))),
-    "cls, positions, registers": lambda kit, x: (
-        lambda y: torch.cat((y[:, :1], kit.reg.expand(2, -1, -1), y[:, 1:]), 1)
-    )((lambda y: torch.cat((cls(kit, y), y), 1) + positions(kit, 7))(flat(kit.conv(x)))),
-    "registers between": lambda kit, x: (
-        lambda y: torch.cat((y[:, :2], kit.reg.expand(2, -1, -1), y[:, 2:]), 1)
-    )(flat(kit.conv(x))),
-    "cls repeated": lambda kit, x: (lambda y: torch.cat((kit.cls.repeat(2, 1, 1), y), 1))(
-        flat(kit.conv(x))
-    ),
-    "cls scaled": lambda kit, x: (lambda y: torch.cat((cls(kit, y) * 2, y), 1))(flat(kit.conv(x))),
-    "cls and its position": lambda kit, x: (
-        lambda y: torch.cat(
+    "cls and its position": behind(
+        lambda kit, y: torch.cat(
             ((kit.cls + positions(kit, 1)).expand(2, -1, -1), y + positions(kit, 6)), 1
         )
-    )(flat(kit.conv(x))),
-    "cls in float32": lambda kit, x: (lambda y: torch.cat((cls(kit, y).float(), y), 1))(
-        flat(kit.conv(x))
     ),
-    "cls written in": lambda kit, x: (lambda y: (y[:, :1].copy_(cls(kit, y)), y)[1])(
-        flat(kit.conv(x)).clone()
-    ),
-    "masked patches": lambda kit, x: (
-        lambda y: torch.where((torch.arange(6) % 2 == 0)[:, None], kit.cls, y) + positions(kit, 6)
-    )(flat(kit.conv(x))),
-    "patches left out": lambda kit, x: (lambda y: y[:, [0, 3, 5]])(
-        flat(kit.conv(x)) + positions(kit, 6)
-    ),
-    "dropped": lambda kit, x: F.dropout(flat(kit.conv(x)) + positions(kit, 6), 0.2),
-    "normed": lambda kit, x: kit.n(flat(kit.conv(x)) + positions(kit, 6)),
-    "interpolated positions": lambda kit, x: (
-        flat(kit.conv(x))
-        + flat(
-            F.interpolate(kit.both.weight[:4].T.reshape(1, C, 2, 2), size=(2, 3), mode="bicubic")
+    "cls written in": behind(lambda kit, y: (y[:, :1].copy_(cls(kit, y)), y)[1]),
+    "masked patches": behind(
+        lambda kit, y: (
+            torch.where((torch.arange(6) % 2 == 0)[:, None], kit.cls, y) + positions(kit, 6)
         )
     ),
+    "patches left out": behind(lambda kit, y: (y + positions(kit, 6))[:, [0, 3, 5]]),
+    "dropped": behind(lambda kit, y: F.dropout(y + positions(kit, 6), 0.2)),
 }
 
 
