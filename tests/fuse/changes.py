@@ -233,11 +233,6 @@ def replaced_by_other(kit: Kit, t: Tensor) -> Tensor:
     return t
 
 
-def assigned(kit: Kit, t: Tensor) -> Tensor:
-    t[:, 1:2] = 0.5
-    return t
-
-
 def out_argument(kit: Kit, t: Tensor) -> Tensor:
     with torch.no_grad():
         torch.mul(t.detach(), 2.0, out=t.detach())
@@ -257,21 +252,6 @@ def hooked(kit: Kit, t: Tensor) -> Tensor:
 
 def noted(kit: Kit, t: Tensor) -> Tensor:
     kit.seen = t
-    return t
-
-
-def noted_detached(kit: Kit, t: Tensor) -> Tensor:
-    kit.seen = t.detach()
-    return t
-
-
-def auxiliary_loss(kit: Kit, t: Tensor) -> Tensor:
-    kit.aux = t.square().mean()
-    return t
-
-
-def running(kit: Kit, t: Tensor) -> Tensor:
-    kit.peak.mul_(0.9).add_(0.1 * t.detach().amax())
     return t
 
 
@@ -297,10 +277,6 @@ def checked(kit: Kit, t: Tensor) -> Tensor:
     return t
 
 
-def raises(kit: Kit, t: Tensor) -> Tensor:
-    raise KeyError("always")
-
-
 def looked_up(kit: Kit, t: Tensor) -> Tensor:
     if t.sum() > 0:
         return t * 2
@@ -312,18 +288,8 @@ def broken(kit: Kit, t: Tensor) -> Tensor:
     return t
 
 
-def seen_later(kit: Kit, t: Tensor) -> Tensor:
-    kit.out = t.sum()
-    return t * (1 + kit.out.detach() * 1e-3)
-
-
 def detached_write(kit: Kit, t: Tensor) -> Tensor:
     t.detach().mul_(1.5)
-    return t
-
-
-def data_write(kit: Kit, t: Tensor) -> Tensor:
-    t.data.mul_(1.5)
     return t
 
 
@@ -338,49 +304,34 @@ bf16 = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
 CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     # writes
     "mul_": in_place("mul_", 1.5),
-    "relu_": in_place("relu_"),
     "clamp_": in_place("clamp_", -0.2, 0.2),
-    "F.hardtanh_": lambda kit, t: F.hardtanh_(t, -0.2, 0.2),
-    "F.silu in place": lambda kit, t: F.silu(t, True),
     "F.dropout in place": lambda kit, t: F.dropout(t, 0.4, True, True),
-    "torch.relu_": lambda kit, t: (torch.relu_(t), t)[1],
     "foreach": foreach,
     "copy_": replaced_by_other,
-    "assigned": assigned,
     "a column": on_part(lambda t: t[..., :3]),
     "a row of a view": on_part(lambda t: t.transpose(0, 1)[1:]),
-    "zero_ of flat": lambda kit, t: (t.detach().reshape(-1)[:5].zero_(), t)[1],
     "through detach": detached_write,
-    "through data": data_write,
     "out=": out_argument,
     "the copy later": keeps_copy,
     "a copy": writes_copy,
     "what is contiguous": writes_contiguous,
-    "normal_": lambda kit, t: (torch.randn_like(t).mul_(t).normal_(), t)[1],
     # views and gradients
     "detach": lambda kit, t: t.detach(),
-    "data": lambda kit, t: t.data,
     "half detached": lambda kit, t: t * 0.3 + t.detach() * 0.7,
     "reversed": lambda kit, t: Reversed.apply(t),
     "bits": lambda kit, t: t.view(torch.int64).view(t.dtype),
-    "bits detached": lambda kit, t: t.detach().view(torch.int32).view(t.dtype),
     "clone": lambda kit, t: t.clone(),
     "contiguous": lambda kit, t: t.contiguous(),
-    "turned twice": lambda kit, t: t.transpose(0, 1).transpose(1, 0),
     "turned": lambda kit, t: t.transpose(0, 1) if t.shape[0] == t.shape[1] else t.flip(1),
     "turned in place": lambda kit, t: t.transpose(0, 1).contiguous().view(t.shape),
     "flip": lambda kit, t: t.flip(-1),
     "roll": lambda kit, t: t.roll(1, -1),
     "first row for all": lambda kit, t: t[:1].expand_as(t),
-    "first token for all": lambda kit, t: t[:, :1].expand_as(t),
     "chunks swapped": lambda kit, t: torch.cat(t.chunk(2, -1)[::-1], -1),
-    "chunks joined": lambda kit, t: torch.cat(t.split(1, 1), 1),
     "as_strided": lambda kit, t: torch.as_strided(t.contiguous(), t.shape, t.contiguous().stride()),
     "a lazy negative": lambda kit, t: torch.complex(t * 0.5, -t).conj().imag,
-    "negated twice": lambda kit, t: t.neg().neg(),
     # regions
     "no_grad": under(torch.no_grad, lambda t: t * 1.0),
-    "no_grad view": under(torch.no_grad, lambda t: t.view_as(t)),
     "enable_grad": under(torch.enable_grad, lambda t: t * 1.0),
     "inference_mode": under(torch.inference_mode, lambda t: t.clone()),
     "autocast": under(bf16, lambda t: torch.matmul(t, t.new_ones(t.shape[-1], 1)) * 0 + t),
@@ -392,20 +343,15 @@ CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     "int and back": lambda kit, t: t.to(torch.int32).to(t.dtype) + t * 0.1,
     "bool and back": lambda kit, t: t.bool().to(t.dtype) * t,
     "fp8 and back": lambda kit, t: t.to(torch.float8_e4m3fn).to(t.dtype),
-    "double": lambda kit, t: t.double(),
     "type_as": lambda kit, t: t.type_as(t.float()).type_as(kit.ls),
     # values
     "clamp": lambda kit, t: t.clamp(-0.2, 0.2),
     "clamp far": lambda kit, t: t.clamp(-1e4, 1e4),
-    "clamp far, written": lambda kit, t: torch.where(t > 1e4, 1e4, t),
     "negated": lambda kit, t: -t,
     "abs": lambda kit, t: t.abs(),
     "times 1": lambda kit, t: t * 1,
     "times 2": lambda kit, t: 2 * t,
-    "times -1": lambda kit, t: t * -1.0,
-    "over 2": lambda kit, t: t / 2,
     "2 over": lambda kit, t: 0.1 / (t.abs() + 0.1),
-    "times 0": lambda kit, t: t * 0.0,
     "plus 0": lambda kit, t: t + 0.0,
     "plus 1": lambda kit, t: t + 1,
     "times a parameter": lambda kit, t: t * kit.ls[0],
@@ -413,38 +359,28 @@ CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
         t * t.detach().flatten(1).mean(1).view(-1, *[1] * (t.ndim - 1))
     ),
     "nan_to_num": lambda kit, t: t.nan_to_num(0.0),
-    "rounded": lambda kit, t: t.round(decimals=1),
     "where": lambda kit, t: torch.where(t > 0, t, 0.1 * t),
     "masked_fill": lambda kit, t: t.masked_fill(t > 1.0, 0.3),
-    "cumsum": lambda kit, t: t.cumsum(1),
-    "sorted": lambda kit, t: t.sort(-1).values,
     "top-k": lambda kit, t: t.masked_fill(
         t < t.topk(min(6, t.shape[-1]), -1).values[..., -1:], -1.0
     ),
     "own mean away": lambda kit, t: t - t.mean(-1, keepdim=True),
     # draws
     "dropout": lambda kit, t: F.dropout(t, 0.3, kit.training),
-    "two dropouts": lambda kit, t: F.dropout(F.dropout(t, 0.3), 0.2),
     "dropout of all": lambda kit, t: F.dropout(t, 1.0),
     "dropout idle": lambda kit, t: F.dropout(t, 0.5, False),
     "dropout of 0": lambda kit, t: F.dropout(t, 0.0),
-    "feature_alpha_dropout": lambda kit, t: F.feature_alpha_dropout(t, 0.3),
     "noise": lambda kit, t: t + torch.randn_like(t) * 0.1,
     "a draw aside": drawn,
     # effects
     "hook": hooked,
     "noted": noted,
-    "noted detached": noted_detached,
-    "auxiliary loss": auxiliary_loss,
-    "running peak": running,
     "running, used": running_used,
     "counted": counted,
     "asserted": asserted,
     "checked": checked,
-    "raises": raises,
     "decided by values": looked_up,
     "graph break": broken,
-    "seen elsewhere": seen_later,
     # wrappers
     "checkpoint": lambda kit, t: torch.utils.checkpoint.checkpoint(
         lambda u: u * 1.5, t, use_reentrant=False
@@ -452,16 +388,6 @@ CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     "cond": lambda kit, t: torch.cond(t.sum() > 0, lambda u: u * 1.5, lambda u: u.sin(), (t,)),
     "vmap": lambda kit, t: torch.func.vmap(lambda u: u * 2)(t),
 }
-
-
-class Places:
-    """`at` of a block: records its places, or changes the tensor at one of them."""
-
-    def __init__(self, kit: Kit, wanted: str, change: Callable[[Kit, Tensor], Tensor]):
-        self.kit, self.wanted, self.change = kit, wanted, change
-
-    def __call__(self, place: str, t: Tensor) -> Tensor:
-        return self.change(self.kit, t) if place == self.wanted else t
 
 
 def places_of(block: str) -> list[str]:
@@ -487,7 +413,7 @@ def changed(block: str, place: str, change: str) -> Host:
     return Host(f"{block} - {place} - {change}", forward, inputs, calls=2 if change in TWICE else 1)
 
 
-TWICE = {"running peak", "running, used", "counted", "noted", "auxiliary loss", "checked"}
+TWICE = {"running, used", "counted", "noted", "checked"}
 
 
 def all_changes() -> Iterator[Host]:

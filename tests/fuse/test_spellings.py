@@ -109,6 +109,11 @@ ATTEND: dict[str, Any] = {
         "bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v
     ),
 }
+EINSUMS = [
+    ("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd"),
+    ("b q h d, b k h d -> b h q k", "b h q k, b k h d -> b q h d"),
+    ("...qhd,...khd->...hqk", "...hqk,...khd->...qhd"),
+]
 JOIN: dict[str, Any] = {
     "reshape": join,
     "flatten": lambda o: o.transpose(1, 2).flatten(2),
@@ -120,10 +125,36 @@ def attention(heads: Any, attend: Any, joined: Any) -> Any:
     return lambda kit, x: kit.o(joined(attend(*heads(kit, x))))
 
 
+def by_einsums(scores: str, joined: str, turned: bool = False) -> Any:
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = five(kit, x).unbind(2)
+        weights = torch.einsum(scores, *((k, q) if turned else (q, k))).softmax(-1)
+        o = torch.einsum(joined, *((v, weights) if turned else (weights, v)))
+        return kit.o(o.flatten(2))
+
+    return forward
+
+
 ATTENTION = {
     **{k: attention(v, sdpa, join) for k, v in PACKED.items()},
     **{k: attention(packed, v, join) for k, v in ATTEND.items()},
     **{k: attention(separate, softmax_attention, v) for k, v in JOIN.items()},
+    **{f"einsums {i}": by_einsums(*each) for i, each in enumerate(EINSUMS)},
+    "einsums of values first": by_einsums("bkhd,bqhd->bhqk", "bkhd,bhqk->bqhd", turned=True),
+}
+PRODUCT = {
+    "@ t()": lambda kit, x: x @ kit.fc1.weight.t() + kit.fc1.bias,
+    "matmul, bias first": lambda kit, x: kit.fc1.bias + torch.matmul(x, kit.fc1.weight.T),
+    "@ transpose": lambda kit, x: x @ kit.fc1.weight.transpose(0, 1),
+    "not turned": lambda kit, x: x @ kit.fc2.weight + kit.fc1.bias,
+    "addmm": lambda kit, x: torch.addmm(kit.fc1.bias, x.view(-1, C), kit.fc2.weight),
+    "addmm of t()": lambda kit, x: torch.addmm(kit.fc1.bias, x.view(-1, C), kit.fc1.weight.t()),
+    "mm": lambda kit, x: x[0].mm(kit.fc2.weight),
+    "a square": lambda kit, x: x @ kit.bare.weight,
+    "einsum": lambda kit, x: torch.einsum("btk,nk->btn", x, kit.fc1.weight) + kit.fc1.bias,
+    "einsum of ...": lambda kit, x: torch.einsum("...k,kn->...n", x, kit.fc2.weight),
+    "einsum with spaces": lambda kit, x: torch.einsum("b t k, n k -> b t n", x, kit.fc1.weight),
+    "a bias by rows": lambda kit, x: x[0] @ kit.fc2.weight + kit.both.weight.view(64, 64)[:9],
 }
 
 
@@ -159,30 +190,16 @@ OTHER_ATTENTION = {
 }
 
 
-def turned(half: Any, prefix: int = 0, norm: bool = False, before: bool = False) -> Any:
-    def turn(kit: Kit, t: Tensor) -> Tensor:
-        rest = t[:, :, prefix:]
-        cos, sin = kit.cos[: rest.shape[2]], kit.sin[: rest.shape[2]]
-        rest = rest * cos + half(rest) * sin
-        return torch.cat((t[:, :, :prefix], rest), 2) if prefix else rest
-
+def turned(half: Any) -> Any:
     def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = separate(kit, x) if before else packed(kit, x)
-        q, k = (kit.qn(q), kit.kn(k)) if norm else (q, k)
-        return kit.o(join(sdpa(turn(kit, q), turn(kit, k), v)))
+        q, k, v = packed(kit, x)
+        q, k = (t * kit.cos[:9] + half(t) * kit.sin[:9] for t in (q, k))
+        return kit.o(join(sdpa(q, k, v)))
 
     return forward
 
 
-ROPE = {
-    "halves": turned(rotate_half),
-    "pairs": turned(rotate_pairs),
-    "a prefix of halves": turned(rotate_half, 1),
-    "a prefix of pairs": turned(rotate_pairs, 3),
-    "behind norms": turned(rotate_half, norm=True),
-    "behind norms, a prefix": turned(rotate_pairs, 1, norm=True),
-    "three layers": turned(rotate_half, before=True),
-}
+ROPE = {"halves": turned(rotate_half), "pairs": turned(rotate_pairs)}
 MLP = {
     "gelu": branch,
     "tanh": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x), approximate="tanh")),
@@ -193,6 +210,7 @@ MLP = {
         kit.fc2(F.dropout(F.gelu(kit.fc1(x)), 0.5, False)), 0.0
     ),
     "rows": lambda kit, x: branch(kit, x.reshape(-1, C)).view_as(x),
+    "products": lambda kit, x: F.gelu(x @ kit.fc1.weight.t() + kit.fc1.bias) @ kit.fc2.weight.t(),
 }
 GATED = {
     "packed": lambda kit, x: (lambda a, b: kit.fc2(F.silu(a) * b))(*kit.both(x).chunk(2, -1)),
@@ -220,17 +238,6 @@ DROPPED = {
 PATCH = {
     "flatten, transpose": lambda kit, x: kit.o(flat(kit.conv(x))),
     "positions": lambda kit, x: kit.o(flat(kit.conv(x)) + positions(kit, 6)),
-    "cls, positions": lambda kit, x: kit.o(
-        (lambda y: torch.cat((cls(kit, y), y), 1) + positions(kit, 7))(flat(kit.conv(x)))
-    ),
-    "positions, cls": lambda kit, x: kit.o(
-        (lambda y: torch.cat((cls(kit, y), y + positions(kit, 6)), 1))(flat(kit.conv(x)))
-    ),
-    "cls, registers": lambda kit, x: kit.o(
-        (lambda y: torch.cat((cls(kit, y), kit.reg.expand(2, -1, -1), y), 1) + positions(kit, 9))(
-            flat(kit.conv(x))
-        )
-    ),
 }
 FAMILIES: list[tuple[str, dict[str, Any], Any]] = [
     ("layer_norm", NORM, tokens),
@@ -238,6 +245,7 @@ FAMILIES: list[tuple[str, dict[str, Any], Any]] = [
     ("qkv_attention", ATTENTION, tokens),
     ("attention", OTHER_ATTENTION, tokens),
     ("rope_attention", ROPE, tokens),
+    ("product as linear", PRODUCT, tokens),
     ("mlp", MLP, tokens),
     ("gated_mlp", GATED, tokens),
     ("residual", EPILOGUE, tokens),
