@@ -1,4 +1,4 @@
-"""Scores that a model chooses by a condition: -inf elsewhere is a mask, all else is not."""
+"""Scores that a model chooses by a condition, with -inf elsewhere; masks that are written to."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from torch import Tensor
 import fastvit_kernels as fk
 from tests.fuse.hosts import Host, check, table
 from tests.fuse.kit import D, Kit, join, packed, seeded
+from tests.fuse.looks_attention import scores_of
 
 INF = float("inf")
 
 
 def of_scores(change: Any) -> Any:
     """Attention written out, its scores changed by (kit, scores, x)."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = packed(kit, x)
-        scores = q @ k.transpose(-2, -1) * D**-0.5
-        return kit.o(join(change(kit, scores, x).softmax(-1) @ v))
-
-    return forward
+    return scores_of(lambda kit, s, x: change(kit, s * D**-0.5, x).softmax(-1))
 
 
 def lower(scores: Tensor) -> Tensor:
@@ -49,30 +44,12 @@ CHOSEN = {
         )
     ),
 }
-NOT_CHOSEN = {
-    "a finite number": of_scores(lambda kit, s, x: torch.where(lower(s), s, -1e4)),
-    "inf": of_scores(lambda kit, s, x: torch.where(lower(s), s, INF)),
-    "another tensor": of_scores(lambda kit, s, x: torch.where(lower(s), s, s.mT)),
-    "a tensor of zeros": of_scores(lambda kit, s, x: torch.where(lower(s), s, torch.zeros_like(s))),
-    "the tensor read elsewhere": of_scores(
-        lambda kit, s, x: (lambda f: torch.where(lower(s), s, f) + f)(torch.full_like(s, 1.0))
-    ),
-    "scores that broadcast": of_scores(
-        lambda kit, s, x: torch.where(lower(s)[None, None], s[:, :, :1], -INF)
-    ),
-}
 
 
 @pytest.mark.parametrize("host", table("where", CHOSEN), ids=lambda host: host.id)
 def test_scores_chosen_by_where(host):
     result = check(Host(host.id, host.forward, needs_grad=False))
     assert result.share == 1.0, result.left
-
-
-@pytest.mark.parametrize("host", table("where", NOT_CHOSEN), ids=lambda host: host.id)
-def test_what_where_also_gives(host):
-    result = check(host)
-    assert not any("attention" in rule for rule in result.rules), result.rules
 
 
 def written_behind(make: Any) -> Any:
