@@ -27,11 +27,9 @@ from tests.fuse.kit import (
     join,
     packed,
     rotate_half,
-    rotate_pairs,
     sdpa,
     seeded,
     separate,
-    softmax_attention,
     split,
 )
 from tests.fuse.looks_layers import branch, flat, keep, rms
@@ -118,29 +116,10 @@ def adaln_zero(kit, x, c):
 
 
 @block(inputs=conditioned)
-def adaln_single(kit, x, c):
-    """One product of the time for all blocks, a table of each block's own."""
-    shift, scale, gate = (kit.both.weight[:3][None] + kit.qkv(c).view(-1, 3, C)).chunk(3, dim=1)
-    return x + gate * self_attention(kit, kit.n(x) * (1 + scale) + shift)
-
-
-@block(inputs=conditioned)
 def adaln_of_rms_with_tanh_gates(kit, x, c):
     scale, gate = kit.gate(F.silu(c)).unsqueeze(1).chunk(2, dim=-1)
     y = self_attention(kit, kit.rms(x) * (1 + scale))
     return x + gate.tanh() * kit.rms(y)
-
-
-@block(inputs=lambda: (seeded(2, 9, C), seeded(2, 9, C).flip(1)))
-def adaln_by_token(kit, x, c):
-    shift, scale = kit.gate(c).chunk(2, -1)
-    return x + branch(kit, plain(x) * (1 + scale) + shift)
-
-
-@block(inputs=conditioned)
-def film(kit, x, c):
-    gamma, beta = kit.fc1(c).view(-1, 2, 1, C).unbind(1)
-    return x + branch(kit, kit.n(x)) * (1 + gamma) + beta
 
 
 @block(inputs=conditioned)
@@ -151,27 +130,12 @@ def skip_by_concatenation(kit, x, c):
     return x + branch(kit, kit.n(x))
 
 
-@block(inputs=conditioned)
-def a_token_for_the_time(kit, x, c):
-    x = torch.cat((c[:, None], x), 1)
-    x = x + self_attention(kit, kit.n(x))
-    return kit.n(x)[:, 1:]
-
-
 @block(inputs=lambda: (seeded(2, 9, C), torch.tensor([3, 1])))
 def labels_that_are_dropped(kit, x, label):
     """Classifier-free guidance: a label becomes the class of none."""
     if kit.training:
         label = torch.where(torch.rand(len(label)) < 0.5, 63, label)
     return x + branch(kit, kit.n(x + F.embedding(label, kit.fc1.weight)[:, None]))
-
-
-@block(inputs=lambda: (seeded(2, 9, C), torch.tensor([0.1, 0.7])))
-def sinusoids_of_the_time(kit, x, t):
-    half = torch.exp(-math.log(1e4) * torch.arange(C // 2) / (C // 2)).to(x.dtype)
-    angles = t[:, None] * half[None]
-    c = kit.fc2(F.silu(kit.fc1(torch.cat((angles.cos(), angles.sin()), -1))))
-    return x + self_attention(kit, kit.n(x) + c[:, None])
 
 
 @block(inputs=pair)
@@ -218,21 +182,6 @@ def cross_attention_of_padded_text(kit, x, y, valid):
     return x + cross(kit, kit.n(x), y, attn_mask=valid[:, None, None].expand(-1, H, 9, -1))
 
 
-@block(inputs=lambda: (*pair(), torch.arange(5)[None] < torch.tensor([[3], [5]])))
-def padding_as_a_large_number(kit, x, y, valid):
-    bias = (1.0 - valid.to(x.dtype)) * torch.finfo(torch.float32).min
-    scores = split(kit.q(x)) @ split(kit.k(y)).mT / math.sqrt(D) + bias[:, None, None]
-    return x + kit.o(join(scores.softmax(-1) @ split(kit.v(y))))
-
-
-@block(inputs=pair)
-def text_and_an_image_prompt(kit, x, y):
-    q = split(kit.q(x))
-    text = sdpa(q, split(kit.k(y)), split(kit.v(y)))
-    image = sdpa(q, *(split(t) for t in kit.fc1(y.flip(1)).chunk(2, -1)))
-    return x + kit.o(join(text + 0.6 * image))
-
-
 @block()
 def latents_that_read(kit, x):
     """Perceiver: latents attend to tokens and to themselves."""
@@ -260,28 +209,6 @@ def queries_of_masks(kit, x, y):
     return x, x @ kit.bare(y).mT
 
 
-@block(inputs=pair)
-def memory_of_past_frames(kit, x, y):
-    k = torch.cat((split(kit.k(y)), split(kit.k(x))), 2)
-    v = torch.cat((split(kit.v(y)), split(kit.v(x))), 2)
-    return x + kit.o(join(sdpa(split(kit.q(x)), k, v)))
-
-
-@block(inputs=pair)
-def template_and_search(kit, x, y):
-    """A tracker: one attention over both, then each goes its way."""
-    z = torch.cat((y, x), 1)
-    z = z + self_attention(kit, kit.n(z))
-    return kit.fc2(F.gelu(kit.fc1(z[:, 5:]))), z[:, :5].mean(1)
-
-
-@block(inputs=pair)
-def adapters_beside_frozen_layers(kit, x, y):
-    with torch.no_grad():
-        frozen = self_attention(kit, kit.n(x))
-    return x + frozen + 0.1 * branch(kit, frozen + x) + y.mean(1, keepdim=True)
-
-
 # What is done to heads ------------------------------------------------------------------------
 
 
@@ -291,12 +218,6 @@ def attention_under_a_gate(kit, x):
     return x + kit.o(o * torch.sigmoid(kit.bare(x)))
 
 
-@block()
-def gates_by_head(kit, x):
-    gates = kit.q(x)[..., :H].sigmoid().transpose(1, 2)[..., None]
-    return x + kit.o(join(sdpa(*packed(kit, x)) * gates))
-
-
 @block(0.877, "the softmax passes sub before the product with v")
 def differential_attention(kit, x):
     q, k, v = packed(kit, x)
@@ -304,14 +225,6 @@ def differential_attention(kit, x):
     maps = (q @ k.mT * (D // 2) ** -0.5).softmax(-1)
     maps = maps[:, :, 0] - 0.8 * kit.per_head.mean() * maps[:, :, 1]
     return x + kit.o(join(kit.qn(maps @ v)) * 0.2)
-
-
-@block()
-def differential_attention_of_two_calls(kit, x):
-    q, k, v = separate(kit, x)
-    first = sdpa(q, k, v)
-    second = sdpa(q.flip(1), k.flip(1), v)
-    return x + kit.o(join(first - kit.per_head * second))
 
 
 @block(0.826, "the softmax passes einsum before the product with v")
@@ -328,19 +241,6 @@ def cosine_attention(kit, x):
     scale = kit.per_head.log().clamp(max=math.log(100.0)).exp()
     scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * scale
     return x + kit.o(join(scores.softmax(-1) @ v))
-
-
-@block()
-def cosine_attention_of_sdpa(kit, x):
-    q, k, v = packed(kit, x)
-    q, k = F.normalize(q, dim=-1) * kit.per_head, F.normalize(k, dim=-1)
-    return x + kit.o(join(sdpa(q, k, v, scale=1.0)))
-
-
-@block()
-def norms_of_queries_and_keys(kit, x):
-    q, k, v = packed(kit, x)
-    return x + kit.o(join(sdpa(kit.qn(q), kit.kn(k), v)))
 
 
 @block()
@@ -364,15 +264,6 @@ def keys_of_a_narrow_latent(kit, x):
     latent = F.layer_norm(kit.k(x)[..., :16], (16,))
     k, v = F.linear(latent, kit.both.weight[:64, :16]).chunk(2, -1)
     return x + kit.o(join(sdpa(split(kit.q(x)), split(k), split(v))))
-
-
-@block()
-def values_of_the_first_block(kit, x):
-    q, k, v = packed(kit, kit.n(x))
-    first = v
-    x = x + kit.o(join(sdpa(q, k, v)))
-    q, k, v = packed(kit, kit.n(x))
-    return x + kit.o(join(sdpa(q, k, 0.5 * v + 0.5 * first)))
 
 
 @block(0.877, "softmax is read elsewhere too")
@@ -406,11 +297,6 @@ def scores_under_a_soft_cap(kit, x):
     return scores_of(lambda kit, s, x: (5 * torch.tanh(s / 5)).softmax(-1))(kit, x)
 
 
-@block(0.877, "clamp between the scores and their softmax")
-def scores_that_are_clamped(kit, x):
-    return scores_of(lambda kit, s, x: s.clamp(-3, 3).softmax(-1))(kit, x)
-
-
 @block(0.877, "no softmax before this matmul, but slice")
 def scores_with_a_sink(kit, x):
     """One logit that takes weight and gives no value."""
@@ -434,11 +320,6 @@ def the_largest_scores(kit, x):
 @block(0.877, "no softmax before this matmul, but sigmoid")
 def sigmoids_for_a_softmax(kit, x):
     return scores_of(lambda kit, s, x: (s - math.log(9)).sigmoid())(kit, x)
-
-
-@block(0.877, "no softmax before this matmul, but div")
-def squared_relu_for_a_softmax(kit, x):
-    return scores_of(lambda kit, s, x: s.relu().square() / 9)(kit, x)
 
 
 @block()
@@ -499,12 +380,6 @@ def a_bias_of_rows_and_columns(kit, x):
 
 
 @block()
-def causal_in_time(kit, x):
-    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
-    return scores_of(lambda kit, s, x: s.masked_fill(hidden, -INF).softmax(-1))(kit, x)
-
-
-@block()
 def causal_by_frames(kit, x):
     """Tokens see their own frame of three and those before, chosen by where."""
     frame = torch.arange(9) // 3
@@ -551,22 +426,6 @@ def shifted_windows(kit, x):
     return x + w.reshape(2, 4, 4, C).roll((1, 1), (1, 2)).view(2, 16, C)
 
 
-@block(inputs=square_tokens)
-def a_grid_of_far_tokens(kit, x):
-    """MaxViT: every second token attends to its like."""
-    g = x.view(2, 2, 2, 2, 2, C).permute(0, 2, 4, 1, 3, 5).reshape(8, 4, C)
-    g = self_attention(kit, g).view(2, 2, 2, 2, 2, C).permute(0, 3, 1, 4, 2, 5)
-    return x + g.reshape(2, 16, C)
-
-
-@block(inputs=lambda: (seeded(2, 4, 4, C),))
-def rows_then_columns(kit, x):
-    rows = self_attention(kit, kit.n(x).flatten(0, 1)).view_as(x)
-    x = x + rows
-    columns = self_attention(kit, kit.n(x).transpose(1, 2).flatten(0, 1))
-    return x + columns.view_as(x).transpose(1, 2)
-
-
 @block(inputs=frames)
 def divided_space_and_time(kit, x):
     B, T, N, _ = x.shape
@@ -574,14 +433,6 @@ def divided_space_and_time(kit, x):
     x = x + self_attention(kit, kit.n(t)).view(B, N, T, C).permute(0, 2, 1, 3)
     s = x.reshape(B * T, N, C)
     return x + self_attention(kit, kit.n(s)).view(B, T, N, C)
-
-
-@block(inputs=frames)
-def frames_then_their_sum(kit, x):
-    """Factorised: frames by themselves, then one token a frame."""
-    s = kit.n(x).flatten(0, 1)
-    s = (s + self_attention(kit, s)).mean(1).view(2, 3, C)
-    return s + branch(kit, kit.n(s + self_attention(kit, s)))
 
 
 @block(inputs=grid)
@@ -612,15 +463,6 @@ def pooled_queries(kit, x):
     return kit.q(x).view(2, 4, 4, C).amax(1) + kit.o(join(sdpa(q, k, v)))
 
 
-@block(inputs=square_tokens)
-def agents(kit, x):
-    """A few pooled queries read for all, then all read from them."""
-    q, k, v = packed(kit, x)
-    a = F.adaptive_avg_pool2d(q.transpose(2, 3).reshape(-1, D, 4, 4), 2).view(2, H, D, 4).mT
-    read = (a * D**-0.5 @ k.mT).softmax(-1) @ v
-    return x + kit.o(join((q * D**-0.5 @ a.mT).softmax(-1) @ read))
-
-
 @block(0.883, "no softmax before this matmul, but add")
 def linear_attention(kit, x):
     q, k, v = packed(kit, x)
@@ -639,14 +481,6 @@ def attention_of_channels(kit, x):
 
 
 @block()
-def dropped_tokens(kit, x):
-    """A random half of the tokens is kept."""
-    order = torch.rand(x.shape[:2]).argsort(1)[:, :4]
-    x = x.gather(1, order[..., None].expand(-1, -1, C))
-    return x + self_attention(kit, kit.n(x))
-
-
-@block()
 def masked_tokens_put_back(kit, x):
     order = torch.rand(x.shape[:2]).argsort(1)
     back, kept = order.argsort(1), order[:, :4]
@@ -655,15 +489,6 @@ def masked_tokens_put_back(kit, x):
     full = torch.cat((seen, kit.cls.expand(2, 5, -1)), 1)
     full = full.gather(1, back[..., None].expand(-1, -1, C))
     return full + branch(kit, kit.n(full)), order
-
-
-@block()
-def pruned_by_the_class_token(kit, x):
-    q, k, _ = packed(kit, x)
-    best = (q[:, :, :1] * k).sum(-1).mean(1).topk(4, dim=1).indices
-    x = x + self_attention(kit, kit.n(x))
-    x = x.gather(1, best[..., None].expand(-1, -1, C))
-    return x + branch(kit, kit.n(x))
 
 
 @block(0.992)
@@ -675,15 +500,6 @@ def merged_pairs(kit, x):
     odd = x[:, 1:8:2].scatter_reduce(1, to, x[:, :8:2], "mean")
     x = torch.cat((odd, x[:, 8:]), 1)
     return x + branch(kit, kit.n(x))
-
-
-@block(inputs=points)
-def points_in_an_order(kit, x, at):
-    """Point clouds: sorted along a curve, groups of four attend, then back."""
-    order = at[..., 0].argsort(1)
-    y = x.gather(1, order[..., None].expand_as(x)).view(6, 4, C)
-    y = self_attention(kit, kit.n(y)).view(2, 12, C)
-    return x + y.gather(1, order.argsort(1)[..., None].expand_as(y))
 
 
 @block(inputs=points)
@@ -723,38 +539,7 @@ def rotations_of_rows_and_columns(kit, x):
     return x + kit.o(join(sdpa(turned(q), turned(k), v)))
 
 
-@block()
-def rotations_as_complex_numbers(kit, x):
-    table = torch.polar(torch.ones(9, 4, dtype=x.dtype), kit.cos[:9, :4])
-    q, k, v = (t.reshape(2, 9, H, D) for t in kit.qkv(x).chunk(3, -1))
-    q, k = (
-        torch.view_as_real(torch.view_as_complex(t.view(2, 9, H, 4, 2)) * table[:, None]).flatten(3)
-        for t in (q, k)
-    )
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    return x + kit.o(join(sdpa(q, k, v)))
-
-
-@block()
-def rotations_behind_a_prefix(kit, x):
-    q, k, v = packed(kit, x)
-    q, k = kit.qn(q), kit.kn(k)
-    q, k = (
-        torch.cat(
-            (t[:, :, :1], t[:, :, 1:] * kit.cos[:8] + rotate_pairs(t[:, :, 1:]) * kit.sin[:8]), 2
-        )
-        for t in (q, k)
-    )
-    return x + kit.o(join(sdpa(q, k, v)))
-
-
 # MLPs -----------------------------------------------------------------------------------------
-
-
-@block()
-def swiglu(kit, x):
-    a, b = kit.both(kit.rms(x)).chunk(2, -1)
-    return x + kit.fc2(F.silu(a) * b)
 
 
 @block()
@@ -766,11 +551,6 @@ def geglu_with_a_norm_inside(kit, x):
 @block()
 def relu_squared(kit, x):
     return x + kit.fc2(F.relu(kit.fc1(kit.n(x))).square())
-
-
-@block()
-def star_relu(kit, x):
-    return x + kit.fc2(kit.per_head.mean() * F.relu(kit.fc1(x)) ** 2 - 0.4)
 
 
 @block(0.877, "a convolution whose patches overlap", inputs=square_tokens)
@@ -809,13 +589,6 @@ def soft_experts(kit, x):
 
 
 @block()
-def two_experts_weighed(kit, x):
-    w = kit.q(x)[..., :2].softmax(-1)
-    a, b = branch(kit, x), kit.fc2(F.silu(kit.gate(x)))
-    return x + w[..., :1] * a + w[..., 1:] * b
-
-
-@block()
 def mixing_of_tokens(kit, x):
     """MLP-Mixer: an MLP over tokens, then one over columns."""
     h = kit.n(x).mT
@@ -830,19 +603,6 @@ def gating_by_place(kit, x):
     a, b = F.gelu(kit.fc1(kit.n(x))).chunk(2, -1)
     b = F.linear(kit.n(b).mT, kit.both.weight[:9, :9], torch.ones(9, dtype=x.dtype)).mT
     return x + kit.o(a * b)
-
-
-@block()
-def mixing_by_fourier(kit, x):
-    x = kit.n(x + torch.fft.fft2(x).real)
-    return kit.n(x + branch(kit, x))
-
-
-@block(inputs=square_tokens)
-def mixing_by_pooling(kit, x):
-    y = kit.n(x).mT.view(2, C, 4, 4)
-    x = x + kit.ls * flat(F.avg_pool2d(y, 3, 1, 1, count_include_pad=False) - y)
-    return x + kit.ls * branch(kit, kit.n(x))
 
 
 # Residuals ------------------------------------------------------------------------------------
@@ -864,19 +624,6 @@ def norms_before_and_behind(kit, x):
 def layer_scale_and_drop_path(kit, x):
     x = x + keep(x).div_(0.7) * (kit.ls * self_attention(kit, kit.n(x)))
     return x + kit.ls * branch(kit, kit.n(x)) * keep(x).div_(0.7)
-
-
-@block()
-def a_residual_that_grows(kit, x):
-    """DeepNorm: the input is scaled, the norm is behind."""
-    x = kit.n(1.7 * x + self_attention(kit, x))
-    return kit.n(1.7 * x + branch(kit, x))
-
-
-@block()
-def a_scalar_from_nought(kit, x):
-    x = x + kit.per_head[0, 0, 0] * self_attention(kit, x)
-    return x + kit.per_head[1, 0, 0] * branch(kit, x)
 
 
 @block(0.924)
@@ -910,12 +657,6 @@ def a_norm_of_own_words(kit, x):
 
 
 @block(inputs=images)
-def patches_and_a_class(kit, x):
-    t = torch.cat((kit.cls.expand(2, -1, -1), flat(kit.conv(x))), 1) + kit.both.weight[:7]
-    return kit.q(kit.n(t + self_attention(kit, kit.n(t)))[:, 0])
-
-
-@block(inputs=images)
 def patches_by_hand(kit, x):
     """Pixels are folded into columns before a linear layer."""
     p = x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).reshape(2, 6, 48)
@@ -940,28 +681,11 @@ def positions_that_are_resized(kit, x):
 
 
 @block()
-def a_head_at_each_depth(kit, x):
-    """Early exit: every block gives logits, the last a mean of them by confidence."""
-    every = []
-    for _ in range(3):
-        x = x + self_attention(kit, kit.n(x))
-        every.append(kit.q(kit.n(x.mean(1))))
-    sure = torch.stack([y.softmax(-1).amax(-1) for y in every]).softmax(0)
-    return every, (torch.stack(every) * sure[..., None]).sum(0)
-
-
-@block()
 def a_class_that_reads(kit, x):
     """CaiT: the class token alone asks."""
     y = kit.n(torch.cat((kit.cls.expand(2, -1, -1), x), 1))
     q, k, v = split(kit.q(y[:, :1])), split(kit.k(y)), split(kit.v(y))
     return kit.cls + kit.ls * kit.o(join((q * D**-0.5 @ k.mT).softmax(-1) @ v))
-
-
-@block()
-def a_query_that_pools(kit, x):
-    y = kit.o(join(sdpa(split(kit.q(kit.cls.expand(2, -1, -1))), *separate(kit, x)[1:])))
-    return (y + branch(kit, kit.n(y)))[:, 0]
 
 
 @block(0.993)
@@ -973,28 +697,9 @@ def a_weighed_mean(kit, x):
 
 
 @block()
-def a_second_head_for_a_teacher(kit, x):
-    x = torch.cat((kit.cls.expand(2, -1, -1), kit.reg[:, :1].expand(2, -1, -1), x), 1)
-    x = kit.n(x + self_attention(kit, kit.n(x)))
-    a, b = kit.q(x[:, 0]), kit.k(x[:, 1])
-    return (a, b) if kit.training else (a + b) / 2
-
-
-@block()
 def a_loss_that_is_noted(kit, x):
     x = x + self_attention(kit, kit.n(x))
     kit.aux = x.square().mean()
     kit.steps += 1
     kit.peak.mul_(0.9).add_(0.1 * x.detach().abs().amax())
     return x + branch(kit, kit.n(x))
-
-
-@block()
-def attention_by_two_spellings(kit, x):
-    a = softmax_attention(*packed(kit, kit.n(x)))
-    b = torch.einsum(
-        "bhij,bjhd->bihd",
-        (split(kit.q(x)) @ split(kit.k(x)).mT).softmax(-1),
-        kit.v(x).view(2, 9, H, D),
-    )
-    return x + kit.o(join(a)) + kit.o(b.flatten(2))
