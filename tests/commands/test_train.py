@@ -3,10 +3,10 @@
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ import torch
 from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli, train as command
 from fastvit_kernels.measure.model_errors import model_errors
-from fastvit_kernels.runtime import files
+from fastvit_kernels.runtime import backend as runtime_backend, files
 from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.weights.files import read_pickle
 
-pytest.importorskip("sklearn")
+datasets = pytest.importorskip("sklearn.datasets")
 Image = pytest.importorskip("PIL.Image")
 
-QUICK = ["--batch", 256, "--no-check", "--epochs", 2]
+QUICK = ["--batch", 256, "--no-check", "--epochs", 1]
 
 
 def run(*words):
@@ -35,16 +35,19 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _small(request, monkeypatch):
-    """Two layers and empty pictures, except for tests that ask for the whole."""
+    """Two layers, 200 images and empty pictures, but for the test that asks for the whole."""
     if "whole" in request.fixturenames:
         return
+    digits = datasets.load_digits()
+    few = SimpleNamespace(images=digits.images[:200], target=digits.target[:200])
+    monkeypatch.setattr(datasets, "load_digits", lambda: few)
     monkeypatch.setitem(command.DIGITS_VIT, "depth", 2)
     monkeypatch.setattr(command.figures, "_save", lambda figure, path: path.touch())
 
 
 @pytest.fixture
 def whole():
-    """Asks for the default model and its pictures."""
+    """Asks for the default model, all digits and pictures."""
 
 
 def checkpoint(folder):
@@ -66,11 +69,8 @@ def assert_same_run(first, second):
 def test_train_writes_everything_and_learns(tmp_path, capsys, whole):
     assert run("--epochs", 4, "--batch", 128, "--out", "run") == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert "gradients are within" in out and "images/s" in out and "Held-out accuracy" in out
-    number = r"\d\.\d\de-\d\d"
-    allowed = f"allowed, twice that and a floor: {number}"
-    error = rf"(largest|rms) error {number} \(PyTorch's own {number}; {allowed}\)\n"
-    assert re.search(rf"  logits: {error}  worst gradient, [a-z][\w.]+: {error}", out)
+    for said in ("  logits: ", "  worst gradient, ", "gradients are within", "Held-out accuracy"):
+        assert said in out
     assert "labels smoothed by 0.1" in out and "epoch   1/4: training loss " in out
     if not torch.cuda.is_available():
         assert "the check runs in Triton's interpreter" in out
@@ -104,23 +104,25 @@ def stop_at(step, monkeypatch):
     monkeypatch.setattr(command, "learning_rate", stopping)
 
 
-@pytest.mark.parametrize(("step", "done"), [(2, 0), (14, 1)])
-def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys, step, done):
-    words = ["--batch", 128, "--epochs", 3, "--no-check"]
+def test_interrupt_and_resume_is_bit_for_bit(tmp_path, monkeypatch, capsys):
+    """Within the first epoch, within the second; and the check changes no training."""
+    words = ["--batch", 32, "--epochs", 3, "--no-check"]  # five steps an epoch
     assert run(*words, "--out", "whole") == 0
-    with monkeypatch.context() as patch:
-        stop_at(step, patch)
-        assert run(*words, "--out", "parts") == 130
-    assert "train --resume --out parts" in capsys.readouterr().out
-    assert len(checkpoint(tmp_path / "parts")["history"]) == done
-    torch.manual_seed(12345)
-    assert run("--resume", "--out", "parts") == 0  # and the check changes no training
+    first, later = [*words, "--out", "parts"], ["--resume", "--no-check", "--out", "parts"]
+    for step, done, given in ((2, 0, first), (7, 1, later)):
+        with monkeypatch.context() as patch:
+            stop_at(step, patch)
+            assert run(*given) == 130
+        assert "train --resume --out parts" in capsys.readouterr().out
+        assert len(checkpoint(tmp_path / "parts")["history"]) == done
+        torch.manual_seed(12345)
+    assert run("--resume", "--out", "parts") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_ctrl_c_in_a_process(tmp_path):
-    words = ["train", "--epochs", "500", "--batch", "256", "--no-check", "--out", "run"]
+    words = ["train", "--epochs", "500", "--batch", "512", "--no-check", "--out", "run"]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastvit_kernels", *words],
         stdout=subprocess.PIPE,
@@ -156,18 +158,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_runs_never_overwrite_each_other(tmp_path):
-    words = [*QUICK[:-1], 1]
-    assert run(*words) == 0
-    assert run(*words, "--seed", 1) == 0
+    for seed in (0, 1):
+        assert run(*QUICK, "--seed", seed) == 0
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["digits", "digits-2"]
     first, second = (checkpoint(tmp_path / "runs" / name) for name in ("digits", "digits-2"))
     assert not torch.equal(first["model"]["head.weight"], second["model"]["head.weight"])
 
 
-def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path, capsys):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "learning_rate", lambda step, total: math.inf)
-        assert run(*QUICK, "--out", "infinite") == 2
+def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "learning_rate", lambda step, total: math.inf)
+    assert run(*QUICK, "--out", "infinite") == 2
     err = capsys.readouterr().err
     assert "is not finite" in err and "try a smaller --lr" in err
     model = checkpoint(tmp_path / "infinite")["model"]
@@ -183,11 +183,8 @@ def test_a_broken_kernel_stops_the_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "model_errors", broken)
     assert run("--epochs", 1, "--out", "run") == 1
     out = capsys.readouterr().out
-    assert (
-        "breaks the 2x rule" in out
-        and "  logits: largest error 1.00e+00 (" in out
-        and "Nothing was trained" in out
-    )
+    assert "breaks the 2x rule" in out and "  logits: largest error 1.00e+00 (" in out
+    assert "Nothing was trained" in out
     assert not (tmp_path / "run" / command.CHECKPOINT).exists()
 
 
@@ -202,22 +199,22 @@ def write_images(folder, classes=("cat", "dog"), count=6):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_folder_of_images(tmp_path, capsys, workers):
-    """A class each folder; read, split, trained, checked beside PyTorch, resumed."""
+def test_a_folder_of_images(tmp_path, monkeypatch, capsys, workers):
+    """A class each folder; read, split, trained, resumed."""
     pytest.importorskip("torchvision")
     write_images(tmp_path / "pets")
-    words = ["--data", "pets", "--model", "vit_mnist", "--img-size", 28, "--batch", 4]
-    words += ["--epochs", 3, "--workers", workers, "--lr", "1e-4"]
-    assert run(*words, "--no-check", "--out", "whole") == 0, capsys.readouterr().err
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(5, patch)
-        assert run(*words, "--no-check", "--out", "parts") == 130
+    words = ["--data", "pets", "--model", "vit_mnist", "--img-size", 8, "--batch", 4]
+    words += ["--epochs", 2, "--workers", workers, "--lr", "1e-4", "--no-check"]
+    assert run(*words, "--out", "whole") == 0, capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        stop_at(4, patch)
+        assert run(*words, "--out", "parts") == 130
     assert run("--resume", "--no-check", "--out", "parts") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     out = capsys.readouterr().out
     assert "10 training and 2 held-out images, 2 classes" in out
     (tmp_path / "pets/cat/0.png").write_text("torn")
-    assert run(*words, "--no-check", "--out", "torn") == 2
+    assert run(*words, "--out", "torn") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "pets/cat/0.png cannot be read as an image" in line and "Traceback" not in line
 
@@ -225,7 +222,7 @@ def test_a_folder_of_images(tmp_path, capsys, workers):
 def test_a_model_of_another_library(tmp_path, capsys):
     """Checked beside its own code, trained swapped, drawn."""
     pytest.importorskip("transformers")
-    sizes = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     config = dict(model_type="vit", image_size=8, patch_size=4, num_channels=1, **sizes)
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["--model", "hf:config.json", "--batch", 256, "--epochs", 1, "--out", "run"]
@@ -247,32 +244,36 @@ def test_weight_decay_is_on_matrices_alone():
     decayed, others = command.make_optimizer(model, 1e-3).param_groups
     assert (decayed["weight_decay"], others["weight_decay"]) == (command.WEIGHT_DECAY, 0)
     names = {id(p): n for n, p in model.named_parameters()}
-    assert all(p.ndim > 1 and "pos_embed" not in names[id(p)] for p in decayed["params"])
-    assert {"cls_token", "pos_embed", "blocks.0.norm1.weight"} <= {
-        names[id(p)] for p in others["params"]
+    assert {names[id(p)] for p in decayed["params"]} == {
+        n for n, p in model.named_parameters() if n.endswith("weight") and p.ndim > 1
     }
     assert len(decayed["params"]) + len(others["params"]) == len(names)
 
 
-def test_a_compiled_model_in_bf16(tmp_path, monkeypatch):
-    compiled = []
+def test_a_compiled_model_in_bf16(monkeypatch, capsys):
+    """Where the interpreter computes bf16 wrongly, `check` refuses it; `train` blames no kernel."""
+    monkeypatch.setattr(runtime_backend, "INTERPRETED", True)
+    monkeypatch.setattr(runtime_backend, "_interprets_bf16", lambda: False)
+    assert cli.main(["check", "--dtype", "bf16", "--device", "cpu"]) == 2
+    assert "computes bf16 wrongly" in capsys.readouterr().err
+    compiled, seen, linear = [], [], torch.nn.functional.linear
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    seen = []
-    linear = torch.nn.functional.linear
     monkeypatch.setattr(
         torch.nn.functional,
         "linear",
         lambda *given: seen.append(torch.is_autocast_enabled("cpu")) or linear(*given),
     )
-    assert run(*QUICK[:-1], 1, "--compile", "--dtype", "bf16", "--out", "run") == 0
+    words = ["--epochs", 1, "--batch", 256, "--dtype", "bf16", "--device", "cpu", "--out", "run"]
+    assert run(*words, "--compile") == 0
     assert compiled and any(seen)
+    out = capsys.readouterr().out
+    assert "The kernels are not checked" in out and "computes bf16 wrongly" in out
 
 
 def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
     """An epoch of each backend from the same weights."""
     for name, value in dict(embed_dim=16, depth=1, num_heads=2, patch_size=4).items():
         monkeypatch.setitem(command.DIGITS_VIT, name, value)
-    monkeypatch.setattr(command, "HELD_OUT", 0.9)
     for name in ("triton", "torch"):
         with backend(name):
             words = ["--epochs", 1, "--batch", 100, "--no-check", "--dtype", "fp32"]
