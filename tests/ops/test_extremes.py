@@ -64,10 +64,9 @@ def test_layer_norm_large_mean(C, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("value", [1e4 + 0.3], ids=str)
-def test_layer_norm_constant_rows_give_the_bias(value, dtype):
+def test_layer_norm_constant_rows_give_the_bias(dtype):
     """Exactly: the rounding of a mean must not pass for a variance. So dx is rstd (g - mean g)."""
-    x = torch.full((4, 768), value, device=DEVICE)
+    x = torch.full((4, 768), 1e4 + 0.3, device=DEVICE)
     inputs = {
         "x": _leaf(x, dtype),
         "weight": rand(768, dtype=dtype),
@@ -159,9 +158,8 @@ def _same(x: Tensor, y: Tensor) -> Tensor:
     return (x == y) | (x.isnan() & y.isnan())
 
 
-@pytest.mark.parametrize("dtype", [bf16], ids=dtype_id)
-@pytest.mark.parametrize(("op", "name"), CASES, ids=lambda x: str(x))
-def test_non_finite_propagation(op, name, dtype):
+@pytest.mark.parametrize(("op", "name"), CASES, ids=str)
+def test_non_finite_propagation(op, name):
     """Positions in the output and all gradients; in the output NaN and the sign of inf too.
 
     Gradients are sums, which the kernels take in another order: where inf meets -inf on the way of
@@ -170,13 +168,13 @@ def test_non_finite_propagation(op, name, dtype):
     """
     function, reference, make = OPS[op]
     for value in (nan, inf, -inf):
-        inputs = {n: x.detach().to(dtype) for n, x in make().items()}
+        inputs = {n: x.detach().to(bf16) for n, x in make().items()}
         with torch.no_grad(), backend("torch"):
             upstream = torch.randn_like(function(**inputs))
         changed = {**inputs, "upstream": upstream}[name].view(-1)
         changed[(3 * 32 + 5 if "attention" in op else 7) % len(changed)] = value
         with backend("triton"):
-            actual = _results(function, inputs, upstream, dtype)
+            actual = _results(function, inputs, upstream, bf16)
         with sdpa_kernel(SDPBackend.MATH):
             expected = _results(reference, inputs, upstream, torch.float64)
             low = reference(**inputs).double()
@@ -288,10 +286,8 @@ SUBNORMAL = {fp32: 1e-40, fp16: 1e-6, bf16: 1e-39}  # times normal numbers
 def test_subnormal_inputs_are_not_flushed(op, dtype):
     function, reference, make = OPS[op]
     first = "value" if op == SDPA else "images" if op == "patch_embed" else "x"
-    wanted = {first, "weight", "fc1_weight", "fc2_weight", "query", "key"}
+    wanted = {first, "weight", "query", "key"}
     inputs = {name: _leaf(x, dtype) for name, x in make().items() if name in wanted}
-    if op == "mlp":
-        inputs.update(fc1_bias=None, fc2_bias=None)
     inputs[first] = _leaf(inputs[first] * SUBNORMAL[dtype], dtype)
     if op == "layer_norm":  # eps keeps a subnormal row subnormal
         function, reference = partial(layer_norm, eps=1.0), partial(layer_norm_ref, eps=1.0)
@@ -338,125 +334,107 @@ def _far(x: Tensor, axis: int = 0) -> Tensor:
     return flat.requires_grad_(x.requires_grad)
 
 
-def test_layer_norm_and_input_addresses_past_2_31():
-    upstream = [_far(rand(3, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
-    assert_accurate(
+def _drawn(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, grad: bool = True):
+    """Of these shapes; the axis of a negative length is that of the stride FAR."""
+    found = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        x = rand(*map(abs, shape), dtype=dtype, seed=i, scale=0.2 if "weight" in str(name) else 1.0)
+        far = [axis for axis, n in enumerate(shape) if n < 0]
+        found[name] = (_far(x, *far) if far else x).detach().requires_grad_(grad)
+    return found
+
+
+def _far_apart(axis: int, *shape: int) -> tuple[int, ...]:
+    """The shape with three far apart along an axis."""
+    return (*shape[:axis], -3, *shape[axis + 1 :])
+
+
+def _far_linear(activation: str | None) -> tuple[Any, ...]:
+    """Outputs, the residual and rows of x far apart."""
+    shapes = dict(x=(-3, 24), weight=(40, 24), residual=(-3, 40), layer_scale=(40,))
+    return *(partial(f, activation=activation) for f in (linear, linear_ref)), shapes, [(-3, 40)]
+
+
+def _far_rope(axis: int, norm: str | None) -> tuple[Any, ...]:
+    """Queries, keys and both gradients whose samples, tokens or heads lie far apart."""
+    shape = _far_apart(axis, 1, 1, 1, 16)
+    tables = {"cos": (abs(shape[1]), 16), "sin": (abs(shape[1]), 16)}
+    pair = (partial(f, norm=norm) for f in (rope, rope_ref))
+    return *pair, dict(q=shape, k=shape), [shape, shape], tables
+
+
+def _far_sdpa(axis: int) -> tuple[Any, ...]:
+    """Queries, keys, values and the mask, whose samples, heads or tokens lie far apart."""
+    shape, mask = (_far_apart(axis, 1, 1, 20, n) for n in (16, 20))
+    heads = dict.fromkeys(("query", "key", "value"), shape)
+    mask = (*mask[:3], abs(shape[2]))
+    return (
+        scaled_dot_product_attention,
+        F.scaled_dot_product_attention,
+        heads,
+        [],
+        {"attn_mask": mask},
+    )
+
+
+# function, specification, its tensors, its gradients, what gets none
+FAR_CALLS: dict[str, tuple[Any, ...]] = {
+    "layer_norm": (
         layer_norm_and_input,
         lambda x: (layer_norm_ref(x), x.view_as(x)),
-        {"x": _far(rand(3, 64, dtype=fp16))},
-        upstream=upstream,
-    )
-
-
-def test_rms_norm_addresses_past_2_31():
-    upstream = [_far(rand(3, 64, dtype=fp16, seed=i, grad=False)) for i in (5, 6)]
-    assert_accurate(
+        dict(x=(-3, 64)),
+        [(-3, 64)] * 2,
+    ),
+    "rms_norm": (
         rms_norm_and_input,
         lambda x, weight: (rms_norm_ref(x, weight), x.view_as(x)),
-        {"x": _far(rand(3, 64, dtype=fp16)), "weight": rand(64, dtype=fp16, seed=1)},
-        upstream=upstream,
-    )
+        dict(x=(-3, 64), weight=(64,)),
+        [(-3, 64)] * 2,
+    ),
+    **{f"rope-{axis}-{n}": _far_rope(axis, n) for axis in range(3) for n in (None, "layer_norm")},
+    "linear": _far_linear(None),
+    "linear_gelu": _far_linear("gelu"),
+    # dlayer_scale reads the weight once more, by its strides
+    "linear_weight": (linear, linear_ref, dict(x=(5, 24), weight=(-3, 24), layer_scale=(3,)), []),
+    "mlp": (
+        partial(mlp, fc1_bias=None, fc2_bias=None),
+        partial(mlp_ref, fc1_bias=None, fc2_bias=None),
+        dict(x=(-3, 3, 24), fc1_weight=(48, 24), fc2_weight=(24, 48), residual=(-3, 3, 24)),
+        [(-3, 3, 24)],
+    ),
+    "attention": (attention, attention_ref, dict(qkv=(-3, 20, 3, 1, 16)), [(-3, 20, 1, 16)]),
+    "attention_split": (attention, attention_ref, dict(qkv=(-3, 70, 3, 1, 16)), [(-3, 70, 1, 16)]),
+    # beyond the kernels' offsets within a tile: the launcher copies
+    "attention_tokens": (attention, attention_ref, dict(qkv=(1, -3, 3, 1, 16)), [(1, -3, 1, 16)]),
+    "qkv_attention": (
+        partial(qkv_attention, num_heads=1),
+        partial(qkv_attention_ref, num_heads=1),
+        dict(x=(-3, 3, 24), weight=(48, 24)),
+        [(-3, 3, 1, 16)],
+    ),
+    # channels, rows of a patch, patches above one another
+    **{
+        f"patch_embed-{i}": (patch_embed, patch_embed_ref, dict(images=images, weight=weight), [])
+        for i, (images, weight) in enumerate(
+            (
+                ((1, -3, 4, 8), (16, 3, 4, 8)),
+                ((1, 2, -3, 8), (16, 2, 3, 8)),
+                ((1, 2, -3, 8), (16, 2, 1, 8)),
+            )
+        )
+    },
+    **{f"sdpa-{axis}": _far_sdpa(axis) for axis in range(3)},
+}
 
 
-@pytest.mark.parametrize("norm", [None, "layer_norm"])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_rope_addresses_past_2_31(axis, norm):
-    """Queries, keys and both gradients whose samples, tokens or heads lie far apart."""
-    shape = [1, 1, 1, 16]
-    shape[axis] = 3
-    inputs = {name: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, name in enumerate("qk")}
-    inputs |= {name: rand(shape[1], 16, grad=False, seed=2) for name in ("cos", "sin")}
-    upstream = [_far(rand(*shape, dtype=fp16, seed=i, grad=False), axis) for i in (5, 6)]
-    options = dict(norm=norm)
-    assert_accurate(
-        partial(rope, **options), partial(rope_ref, **options), inputs, upstream=upstream
-    )
-
-
-@pytest.mark.parametrize("route", ["library", "triton"])
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_linear_addresses_past_2_31(activation, route):
-    inputs = {
-        "x": _far(rand(3, 24, dtype=fp16)),
-        "weight": rand(40, 24, dtype=fp16, scale=0.2),
-        "residual": _far(rand(3, 40, dtype=fp16, seed=3)),
-        "layer_scale": rand(40, dtype=fp16),
-    }
-    upstream = [_far(rand(3, 40, dtype=fp16, seed=6, grad=False))]
-    call, reference = (partial(f, activation=activation) for f in (linear, linear_ref))
-    with forced_route(route):
-        assert_accurate(call, reference, inputs, upstream=upstream)
-
-
-def test_linear_weight_addresses_past_2_31():
-    """dlayer_scale reads the weight once more, by its strides."""
-    inputs = {
-        "x": rand(5, 24, dtype=fp16),
-        "weight": _far(rand(3, 24, dtype=fp16, scale=0.2)),
-        "layer_scale": rand(3, dtype=fp16),
-    }
-    with forced_route("triton"):
-        assert_accurate(linear, linear_ref, inputs)
-
-
-@pytest.mark.parametrize("T", [20, 70], ids=["one_pass", "split"])
-def test_attention_addresses_past_2_31(T):
-    dtype = fp16 if T == 20 else fp32
-    inputs = {"qkv": _far(rand(3, T, 3, 1, 16, dtype=dtype))}
-    upstream = _far(rand(3, T, 1, 16, dtype=dtype, seed=5, grad=False))
-    assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
-
-
-def test_attention_of_tokens_past_2_31():
-    """Such a stride is beyond the kernels' offsets within a tile: the launcher copies."""
-    inputs = {"qkv": _far(rand(1, 3, 3, 1, 16, dtype=fp16), axis=1)}
-    upstream = _far(rand(1, 3, 1, 16, dtype=fp16, seed=5, grad=False), axis=1)
-    assert_accurate(attention, attention_ref, inputs, upstream=[upstream])
-
-
-# (channels, height, width), patch: channels, rows of a patch, patches above one another
-@pytest.mark.parametrize(
-    ("shape", "patch", "axis"),
-    [((3, 4, 8), (4, 8), 1), ((2, 3, 8), (3, 8), 2), ((2, 3, 8), (1, 8), 2)],
-    ids=str,
-)
-def test_patch_embed_addresses_past_2_31(shape, patch, axis):
-    inputs = {
-        "images": _far(rand(1, *shape, dtype=fp16), axis),
-        "weight": rand(16, shape[0], *patch, dtype=fp16, scale=0.2, seed=1),
-        "bias": rand(16, dtype=fp16, seed=2),
-    }
-    assert_accurate(patch_embed, patch_embed_ref, inputs)
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "heads", "tokens"])
-def test_sdpa_addresses_past_2_31(axis):
-    """Queries, keys, values and the mask, whose samples, heads or tokens lie far apart."""
-    shape, mask_shape = [1, 1, 20, 16], [1, 1, 20, 20]
-    shape[axis] = mask_shape[axis] = 3
-    mask_shape[3] = shape[2]
-    names = ("query", "key", "value")
-    inputs = {n: _far(rand(*shape, dtype=fp16, seed=i), axis) for i, n in enumerate(names)}
-    mask = _far(rand(*mask_shape, dtype=fp16, seed=7, grad=False), axis)
-
-    def reference(query, key, value):
-        return F.scaled_dot_product_attention(query, key, value, mask.to(query.dtype))
-
-    with backend("triton"):
-        assert_accurate(partial(scaled_dot_product_attention, attn_mask=mask), reference, inputs)
-
-
-def test_qkv_attention_and_mlp_address_past_2_31():
-    x = _far(rand(3, 3, 24, dtype=fp16))
-    weight = rand(48, 24, dtype=fp16, seed=1, scale=0.2)
-    heads = dict(num_heads=1)
-    assert_accurate(
-        partial(qkv_attention, **heads),
-        partial(qkv_attention_ref, **heads),
-        {"x": x, "weight": weight},
-        upstream=[_far(rand(3, 3, 1, 16, dtype=fp16, seed=5, grad=False))],
-    )
-    parameters = {"fc1_weight": weight, "fc1_bias": None, "fc2_bias": None}
-    parameters["fc2_weight"] = rand(24, 48, dtype=fp16, seed=2, scale=0.2)
-    upstream = _far(rand(3, 3, 24, dtype=fp16, seed=5, grad=False))
-    assert_accurate(mlp, mlp_ref, {"x": x, "residual": x, **parameters}, upstream=[upstream])
+@pytest.mark.parametrize("call", FAR_CALLS)
+def test_addresses_past_2_31(call):
+    function, reference, shapes, upstream, *fixed = FAR_CALLS[call]
+    dtype = fp32 if call == "attention_split" else fp16
+    inputs = _drawn(shapes, dtype)
+    for more in fixed:
+        inputs |= _drawn(more, dtype if "attn_mask" in more else fp32, grad=False)
+    gradients = list(_drawn(dict(enumerate(upstream)), dtype, grad=False).values())
+    for route in ("library", "triton") if "linear" in call else ("triton",):
+        with backend("triton"), forced_route(route):
+            assert_accurate(function, reference, inputs, upstream=gradients or None)
