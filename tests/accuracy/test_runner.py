@@ -31,26 +31,18 @@ def fill_of():
 
 
 def settings():
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    return torch.are_deterministic_algorithms_enabled(), filled
+    return torch.are_deterministic_algorithms_enabled(), warns, filled
 
 
 def test_poisoned_context():
-    assert settings() == (False, False)
-    with poisoned():
-        assert fill_of() and torch.is_deterministic_algorithms_warn_only_enabled()
-    assert settings() == (False, False)
-    with pytest.raises(KeyError), poisoned():
-        raise KeyError
-    assert settings() == (False, False)
-    with poisoned(), poisoned():
-        pass
-    for warns in (True, False):
-        torch.use_deterministic_algorithms(True, warn_only=warns)
-        with poisoned():
-            pass
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
+    for is_on, warns in ((False, False), (True, True), (True, False)):
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)
+        former = settings()
+        with poisoned(), poisoned():
+            assert fill_of() and torch.is_deterministic_algorithms_warn_only_enabled()
+        assert settings() == former
 
 
 @pytest.mark.parametrize("way", ["run_case", "check"])
