@@ -11,25 +11,17 @@ from swapped import images, vit
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastvit_kernels.fuse.backend import Options
+from fastvit_kernels.ops import linear
 from fastvit_kernels.runtime.backend import backend
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 C, T, BATCH = 16, 5, 8
 LOW, SUM, SKIP = "memory low", "memory low, sum", "drop_path skip"
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def test_options_that_there_are_not():
-    with pytest.raises(ValueError, match="memory must be one of"):
-        Options.read({"memory": "lower"})
-    with pytest.raises(ValueError, match="drop_path must be one of"):
-        Options.read({"drop_path": "maybe"})
+def tokens():
+    return torch.randn(BATCH, T, C)
 
 
 # ---------------------------------------------------------------------------------- memory="low"
@@ -69,90 +61,65 @@ def block(m, x):
     return x + m.mlp(m.norms[1](x))
 
 
-def tokens():
-    return torch.randn(BATCH, T, C)
-
-
-def same_with_kernels(module, x, **options):
-    host = copy.deepcopy(module)
-    with backend("triton"):
-        results, grads = step(compiled(module, **options), module, [x])
-    wanted, wanted_grads = step(host, host, [x])
-    torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(grads, wanted_grads, rtol=1e-3, atol=1e-4)
-    return rules_of(module)
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda C: nn.RMSNorm(C, eps=1e-6)])
-def test_memory_low_of_both_norms(norm):
-    rules = same_with_kernels(Norms(block, norm), tokens(), memory="low")
-    assert (rules[LOW], rules[SUM]) == (2, 1)
-
-
-def norms_read_by_others(m, x):
+def read_by_others(m, x):
     y = m.norms[0](x)
     return x + m.fc(y), y.mean()
 
 
-def test_memory_low_keeps_a_norm_that_others_read():
-    rules = same_with_kernels(Norms(norms_read_by_others), tokens(), memory="low")
-    assert rules[LOW] == 0
+def under_a_checkpoint(m, x):  # which keeps nothing of its body
+    return block(m, checkpoint(block, m, x, use_reentrant=False))
 
 
-def test_memory_low_inside_a_callers_hooks():
-    """A caller's offload sees what the ops save, and gives it back."""
-    module, x, packed = Norms(block), tokens(), []
+@pytest.mark.parametrize(
+    ("module", "low", "sums", "offloads"),
+    [
+        (Norms(block), 2, 1, False),
+        (Norms(block), 2, 1, True),
+        (Norms(block, lambda C: nn.RMSNorm(C, eps=1e-6)), 2, 1, False),
+        (Norms(read_by_others), 0, 0, False),
+        (Norms(under_a_checkpoint), 2, 1, False),
+    ],
+    ids=["LayerNorm", "offload", "RMSNorm", "read by others", "under a checkpoint"],
+)
+def test_memory_low(module, low, sums, offloads):
+    """Inside a caller's hooks, too: an offload sees what the ops save, and gives it back."""
+    module, x, packed = copy.deepcopy(module), tokens(), []
+    host, call = copy.deepcopy(module), compiled(module, memory="low")
 
     def pack(t):
         packed.append(t.shape)
         return t.clone()
-
-    host = copy.deepcopy(module)
-    call = compiled(module, memory="low")
 
     def offloaded(x):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             return call(x)
 
     with backend("triton"):
-        results, grads = step(offloaded, module, [x])
+        results, grads = step(offloaded if offloads else call, module, [x])
     wanted, wanted_grads = step(host, host, [x])
     torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(grads, wanted_grads, rtol=1e-3, atol=1e-4)
-    assert packed
-
-
-def test_memory_low_with_checkpoints():
-    def spell(m, x):
-        x = checkpoint(block, m, x, use_reentrant=False)
-        return block(m, x)
-
-    rules = same_with_kernels(Norms(spell), tokens(), memory="low")
-    assert rules[LOW] == 2  # a checkpoint keeps nothing of its body
+    assert (rules_of(module)[LOW], rules_of(module)[SUM]) == (low, sums)
+    assert bool(packed) == offloads
 
 
 def test_an_error_inside_leaves_no_hooks_behind(monkeypatch):
-    from fastvit_kernels.ops import linear
+    def full(*args):
+        raise MemoryError
 
-    module, x = Norms(block), tokens()
-    call = compiled(module, memory="low")
+    call = compiled(Norms(block), memory="low")
     with backend("triton"):
-        call(x)
-
-        def full(*args):
-            raise MemoryError
-
-        with monkeypatch.context() as patched:
-            patched.setattr(linear, "_decide", full)
-            with pytest.raises(MemoryError):
-                call(x)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        call(tokens())
+        monkeypatch.setattr(linear, "_decide", full)
+        with pytest.raises(MemoryError):
+            call(tokens())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_a_parameter_changed_before_the_backward_is_said():
-    module, x = Norms(block), tokens()
+    module = Norms(block)
     with backend("triton"):
-        y = compiled(module, memory="low")(x)
+        y = compiled(module, memory="low")(tokens())
         with torch.no_grad():
             module.norms[0].weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"in ?place"):
@@ -166,21 +133,22 @@ KEEP = 0.5
 
 
 def drawn(x):
-    mask = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(KEEP)
-    return mask
+    return x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(KEEP)
 
 
 def timms(x):
     return x * drawn(x).div_(KEEP)
 
 
-def scaled_out_of_place(x):
+def out_of_place(x):
     return (drawn(x) / KEEP) * x
 
 
-def transformers_(x):
-    mask = torch.floor(torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device) + KEEP)
-    return x.div(KEEP) * mask
+def rounded(x, round=torch.floor, shift=KEEP):
+    return x.div(KEEP) * round(torch.rand((x.shape[0], 1, 1), dtype=x.dtype) + shift)
+
+
+DRAWS = pytest.mark.parametrize("draw", [timms, out_of_place, rounded])  # the last: transformers'
 
 
 class Deep(nn.Module):
@@ -196,17 +164,11 @@ class Deep(nn.Module):
         return x + self.draw(self.fc(self.norm(x)))
 
 
-def skips(module, x):
-    torch._dynamo.reset()
-    y = compiled(module, drop_path="skip")(x)
-    return y, rules_of(module)[SKIP]
-
-
-@pytest.mark.parametrize("draw", [timms, scaled_out_of_place, transformers_])
+@DRAWS
 def test_skip_keeps_a_fixed_count_and_scales_it(draw):
     module, x = Deep(draw), tokens()
-    y, times = skips(module, x)
-    assert times == 1
+    y = compiled(module, drop_path="skip")(x)
+    assert rules_of(module)[SKIP] == 1
     branch = module.fc(module.norm(x))
     kept = [i for i in range(BATCH) if not torch.equal(y[i], x[i])]
     assert len(kept) == int(BATCH * KEEP)
@@ -241,50 +203,14 @@ def test_skip_in_a_model_of_timm():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("draw", [timms, scaled_out_of_place, transformers_])
+@DRAWS
 def test_masks_are_the_hosts_own_draws(draw):
     rules = fired(Deep(draw).double(), tokens().double())
     assert rules["residual and row_scale"] == 1
 
 
-def test_mask_is_the_default():
-    model = vit(drop_path_rate=0.5).train()
-    compiled(model)(images())
-    assert rules_of(model)[SKIP] == 0
-
-
-def unscaled(x):
-    return x * drawn(x)
-
-
-def other_scale(x):
-    return x * drawn(x).div_(KEEP / 2)
-
-
-def rounded_otherwise(x):
-    mask = torch.rand((x.shape[0], 1, 1), dtype=x.dtype) + KEEP
-    return x.div(KEEP) * mask.round()
-
-
-def half_of_it(x):
-    mask = torch.floor(torch.rand((x.shape[0], 1, 1), dtype=x.dtype) * 2)
-    return x.div(KEEP) * mask
-
-
-def by_token(x):
-    return x * x.new_empty((*x.shape[:-1], 1)).bernoulli_(KEEP).div_(KEEP)
-
-
-def once_for_all(x):
-    return x * x.new_empty((1, 1, 1)).bernoulli_(KEEP).div_(KEEP)
-
-
-def of_given(x):
-    return x * torch.full((x.shape[0], 1, 1), 0.3).bernoulli().div_(KEEP)
-
-
-def plain_dropout(x):
-    return nn.functional.dropout(x, KEEP, True)
+def scaled_by(mask):
+    return lambda x: x * mask(x).bernoulli_(KEEP).div_(KEEP)
 
 
 def shared_mask(m, x):
@@ -292,53 +218,30 @@ def shared_mask(m, x):
     return x + m.fc(m.norm(x)) * mask, mask.sum()
 
 
-def other_branch(m, x):
-    return x + timms(m.fc(x))
-
-
-def other_residual(m, x):
-    return x * 2 + timms(m.fc(m.norm(x)))
-
-
 def branch_read_twice(m, x):
     y = m.norm(x)
     return x + timms(m.fc(y)) + y
 
 
-def samples_mix(m, x):
-    return x + timms(m.fc(m.norm(x).flip(0)))
+OTHERS = {  # draws that are no stochastic depth, and what stands around one
+    "unscaled": Deep(lambda x: x * drawn(x)),
+    "another scale": Deep(lambda x: x * drawn(x).div_(KEEP / 2)),
+    "rounded otherwise": Deep(lambda x: rounded(x, torch.round)),
+    "another rate": Deep(lambda x: rounded(x, lambda drawn: drawn.mul(2).floor(), 0.0)),
+    "by token": Deep(scaled_by(lambda x: x.new_empty((*x.shape[:-1], 1)))),
+    "once for all": Deep(scaled_by(lambda x: x.new_empty((1, 1, 1)))),
+    "of given rates": Deep(lambda x: x * x.new_full((len(x), 1, 1), 0.3).bernoulli().div_(KEEP)),
+    "dropout": Deep(lambda x: nn.functional.dropout(x, KEEP, True)),
+    "a mask read twice": Deep(None, shared_mask),
+    "a branch without a norm": Deep(None, lambda m, x: x + timms(m.fc(x))),
+    "another residual": Deep(None, lambda m, x: x * 2 + timms(m.fc(m.norm(x)))),
+    "a branch read twice": Deep(None, branch_read_twice),
+    "samples mixed": Deep(None, lambda m, x: x + timms(m.fc(m.norm(x).flip(0)))),
+    "a table of samples": Deep(None, lambda m, x: x + timms(m.fc(m.norm(x) * m.scale))),
+}
 
 
-def of_each_sample(m, x):
-    return x + timms(m.fc(m.norm(x) * m.scale))
-
-
-LOOK_ALIKES = [
-    unscaled,
-    rounded_otherwise,
-    half_of_it,
-    other_scale,
-    by_token,
-    once_for_all,
-    of_given,
-    plain_dropout,
-]
-SPELLINGS = [
-    shared_mask,
-    other_branch,
-    other_residual,
-    branch_read_twice,
-    samples_mix,
-    of_each_sample,
-]
-
-
-@pytest.mark.parametrize("draw", LOOK_ALIKES)
-def test_other_draws_stay(draw):
-    assert fired(Deep(draw).double(), tokens().double(), drop_path="skip")[SKIP] == 0
-
-
-@pytest.mark.parametrize("spell", SPELLINGS)
-def test_other_branches_stay(spell):
-    module = Deep(None, spell).double()
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_is_no_stochastic_depth_stays(case):
+    module = copy.deepcopy(OTHERS[case]).double()
     assert fired(module, tokens().double(), drop_path="skip")[SKIP] == 0
