@@ -143,26 +143,6 @@ def test_a_residual_that_is_added_by_itself_has_a_row():
     assert swap_in(model.eval(), example=images()).left == []
 
 
-class Plain(nn.Module):
-    """Linears that are no MLP: a projection down and up, a norm, a pooled head, rotations."""
-
-    def __init__(self):
-        super().__init__()
-        self.down, self.up, self.norm = nn.Linear(64, 16), nn.Linear(16, 64), nn.LayerNorm(64)
-        self.head, self.turn = nn.Linear(64, 10), nn.Linear(64, 64)
-
-    def forward(self, x):
-        q = self.turn(x)
-        q = q * q.new_ones(64).cos() + torch.cat((-q[..., 32:], q[..., :32]), -1)
-        x = self.norm(self.up(self.down(x))) + q
-        return self.head(F.dropout(x[:, 0], 0.1))
-
-
-def test_linears_that_are_no_mlp_have_no_row():
-    report = swap_in(Plain(), example=torch.randn(2, 9, 64))
-    assert report.share == 1 and report.left == []
-
-
 def test_a_norm_that_is_left_has_a_row():
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm((9, 64)))
     (row,) = swap_in(model, example=torch.randn(2, 9, 64)).left
