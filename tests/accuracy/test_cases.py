@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastvit_kernels.accuracy.cases import OPS, check_cases
+from fastvit_kernels.accuracy.entries import norms
 from fastvit_kernels.accuracy.op import SMALL, Draw, Example
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.configs import TABLES
@@ -33,3 +34,10 @@ def test_eager_equals_specification():
         options = op.settings_of(sizes, CPU)
         wanted = op.specification(**inputs, **options)
         torch.testing.assert_close(op.eager(**inputs, **options), wanted, msg=op.name)
+
+
+def test_norm_oracle_is_float64():
+    x, weight = torch.randn(2, 3, 8, dtype=torch.float64).unbind()
+    for norm in (norms._layer_norm, norms._rms_norm):
+        y = norm(x, weight[0], out_dtype=torch.bfloat16)
+        assert y.dtype is torch.float64 and not torch.equal(y, y.bfloat16().double())
