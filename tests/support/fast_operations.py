@@ -212,28 +212,6 @@ def getitem(self: Any, slices: Any, _semantic: Any = _semantic) -> Any:
     return _getitem(self, slices, _semantic=_semantic)
 
 
-def broadcast_values(self: Any, lhs: Any, rhs: Any) -> Any:
-    """broadcast_impl_value."""
-    a, b = lhs.type, rhs.type
-    if a is b or not (a.is_block() or b.is_block()):
-        return lhs, rhs
-    first, second = _broadcast_type(a, b), _broadcast_type(b, a)
-    if first is None:
-        return _broadcast_values(self, lhs, rhs)
-    return _spread(lhs, a, first), _spread(rhs, b, second)
-
-
-def _spread(x: Any, type: Any, wanted: Any) -> Any:
-    if type is wanted:
-        return x
-    handle, shape = x.handle, tuple(wanted.shape.values)
-    if type.is_block():
-        return _result(np.broadcast_to(handle.data, shape), handle.dtype.scalar, wanted)
-    data = np.empty(shape, numpy_type(handle.dtype))
-    data[...] = handle.data
-    return _result(data, handle.dtype.scalar, wanted)
-
-
 def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
     """TritonSemantic.to_tensor, which every assignment of a kernel calls."""
     return x if x.__class__ is Tensor else _to_tensor(self, x, check_type)
@@ -249,26 +227,6 @@ def cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -
         return _cast(self, input, dst_ty, fp_downcast_rounding)
     handle = self.builder.cast_impl(input.handle, target)
     return Tensor(handle, _of_element(input.type, target))
-
-
-def typed_operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-    """binary_op_type_checking_impl, at once where both operands are of one element type."""
-    if lhs.__class__ is Tensor:
-        dtype = lhs.dtype
-        if id(dtype) in _NUMBERS or dtype is tl.int1:
-            if rhs.__class__ is Tensor:
-                if rhs.dtype is dtype:
-                    return broadcast_values(self, lhs, rhs)
-            elif dtype is not tl.int1 and (constant := _constant(rhs, dtype)) is not None:
-                return broadcast_values(self, lhs, _result(constant, dtype, dtype))
-    return _typed_operands(self, lhs, rhs, *args, **kwargs)
-
-
-def erf(self: Any, arg: Any) -> Any:
-    """InterpreterBuilder.create_erf without numpy's loop around math.erf."""
-    data = arg.data
-    values = map(math.erf, data.ravel().tolist())
-    return Handle(np.fromiter(values, data.dtype, data.size).reshape(data.shape), arg.dtype.scalar)
 
 
 BUILTINS: dict[Any, Any] = {}  # functions of triton.language -> what is called in their place
@@ -332,10 +290,8 @@ def run_grid(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 _getitem = Tensor.__getitem__.__wrapped__
-_broadcast_values = TritonSemantic.broadcast_impl_value
 _cast = TritonSemantic.cast
 _to_tensor = TritonSemantic.to_tensor
-_typed_operands = TritonSemantic.binary_op_type_checking_impl
 _run_grid = interpreter.GridExecutor.__call__
 
 
@@ -357,11 +313,8 @@ def compute_at_once() -> None:
         )
     Handle.__init__ = handle_init
     Tensor.__getitem__ = getitem
-    TritonSemantic.broadcast_impl_value = broadcast_values
     TritonSemantic.to_tensor = to_tensor
     TritonSemantic.cast = cast
-    TritonSemantic.binary_op_type_checking_impl = typed_operands
-    interpreter.InterpreterBuilder.create_erf = erf
     interpreter.GridExecutor.__call__ = run_grid
     interpreter._patch_attr = patch_attribute
     tl.str_to_ty = functools.cache(tl.str_to_ty)  # one object of each pointer type
