@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from fastvit_kernels.commands import options
 from fastvit_kernels.runtime.triton import VERSION
@@ -33,8 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--jobs", type=count, metavar="N", help="processes")
     gate.add_argument("--changed", action="store_true", help="leave out what passed before")
     gate.add_argument("--update", action="store_true", help="write the table")
-    gate.add_argument("--every", type=int, default=1, metavar="N", help="each Nth case alone")
-    gate.add_argument("--table", type=Path, default=TABLE, metavar="FILE")
     device.add_argument("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     device.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
     device.add_argument("--only", nargs="+", default=(), metavar="NAME", help="cases with it")
@@ -50,10 +47,10 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.command == "device":
         archs, jobs = args.arch or ["sm_80"], args.jobs or 1
         return run_device(archs, args.precision, args.kind, jobs, args.only, args.share)
-    if args.update and (args.arch or args.every > 1):
-        parser.error("--update writes every row: leave out --arch and --every")
+    if args.update and args.arch:
+        parser.error("--update writes every row: leave out --arch")
     here = [name for name, target in TARGETS.items() if target.least_triton <= VERSION]
-    return run_gate(args.arch or here, args.table, args.update, args.changed, args.jobs, args.every)
+    return run_gate(args.arch or here, TABLE, args.update, args.changed, args.jobs)
 
 
 if __name__ == "__main__":

@@ -39,34 +39,18 @@ def chain_kernel(
     k = tl.load(k_ptr + (n + offs_n)[:, None] * D + offs_d[None, :])
     acc = tl.dot(tl.dot(q, tl.trans(k)).to(k.dtype), k, acc)
     tl.store(out_ptr + offs_m[:, None] * D + offs_d[None, :], acc.to(tl.bfloat16))
-
-
-@triton.jit
-def through_registers_kernel(
-    out_ptr, q_ptr, k_ptr, n, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, RUNS: tl.constexpr
-):
-    """The products of chain_kernel with every operand from registers: stores are fenced."""
-    offs_m, offs_n, offs_d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
-    q = tl.load(q_ptr + offs_m[:, None] * D + offs_d[None, :])
-    acc = tl.zeros((M, D), dtype=tl.float32)
-    tl.assume(n > 0)
-    for start in range(0, n, N):
-        k = tl.load(k_ptr + (start + offs_n)[:, None] * D + offs_d[None, :])
-        acc = tl.dot((q + 1).to(tl.bfloat16), tl.trans((k + 1).to(tl.bfloat16)), acc)
-    tl.store(out_ptr + offs_m[:, None] * D + offs_d[None, :], acc.to(tl.bfloat16))
 '''
 
-# name -> (kernel, arch, M, N, D, warps, stages, loop runs)
+# name -> (arch, M, N, D, warps, stages, loop runs)
 KERNELS = {
-    "may be empty": ("chain_kernel", "sm_90", 64, 64, 64, 4, 3, False),
-    "runs": ("chain_kernel", "sm_90", 64, 64, 64, 4, 1, True),
-    "pipelined": ("chain_kernel", "sm_90", 64, 64, 64, 4, 3, True),
-    "eight warps": ("chain_kernel", "sm_90", 64, 64, 64, 8, 1, True),
-    "narrow": ("chain_kernel", "sm_90", 64, 16, 64, 8, 1, True),
-    "registers": ("through_registers_kernel", "sm_90", 64, 64, 64, 4, 3, True),
-    "spills": ("chain_kernel", "sm_80", 64, 64, 128, 1, 2, True),
-    "tcgen05, pipelined": ("chain_kernel", "sm_103", 128, 64, 64, 4, 3, True),
-    "tcgen05": ("chain_kernel", "sm_103", 128, 64, 64, 4, 1, True),
+    "may be empty": ("sm_90", 64, 64, 64, 4, 3, False),
+    "runs": ("sm_90", 64, 64, 64, 4, 1, True),
+    "pipelined": ("sm_90", 64, 64, 64, 4, 3, True),
+    "eight warps": ("sm_90", 64, 64, 64, 8, 1, True),
+    "narrow": ("sm_90", 64, 16, 64, 8, 1, True),
+    "spills": ("sm_80", 64, 64, 128, 1, 2, True),
+    "tcgen05, pipelined": ("sm_103", 128, 64, 64, 4, 3, True),
+    "tcgen05": ("sm_103", 128, 64, 64, 4, 1, True),
 }
 
 PROGRAM = """
@@ -79,12 +63,12 @@ from tests.machine.aot import TARGETS
 from tests.machine.examine import ROOFS, examine, timed
 
 found = {}
-for name, (kernel, arch, M, N, D, warps, stages, runs) in json.loads(sys.argv[2]).items():
+for name, (arch, M, N, D, warps, stages, runs) in json.loads(sys.argv[2]).items():
     times = []
     for n in (N, 8 * N):
         with tracing(TARGETS[arch]) as trace:
             out, q, k = (torch.empty(r, D, dtype=torch.bfloat16) for r in (M, M, n + N))
-            getattr(small_kernels, kernel)[lambda given: (1000 * given["M"] // M,)](
+            small_kernels.chain_kernel[lambda given: (1000 * given["M"] // M,)](
                 out, q, k, n, M=M, N=N, D=D, RUNS=runs, num_warps=warps, num_stages=stages
             )
         if arch in ROOFS:
@@ -114,7 +98,6 @@ def compiled(tmp_path_factory):
         ("tcgen05", ()),
         ("eight warps", ("2 products computed more than once: 64x64 on 8x1 warps, 2 times",)),
         ("narrow", ("products of 8 columns an instruction (HGMMA.64x8x16.F32.BF16)",)),
-        ("registers", ()),  # what the warps themselves store is fenced
     ],
 )
 def test_each_fault_found(compiled, name, expected):

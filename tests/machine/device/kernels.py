@@ -1,10 +1,5 @@
 """The package's ops on the machine, by the 2x rule: what `python -m tests.machine device` runs.
-
-check     every case of `fastvit-kernels check`
-tokens    every op at T = 1, 17, 50, 197, 257, attention with masks and with dropout
-training  three steps of a small ViT, its loss and weights
-configs   every launch config that ships, twice, for equal bits
-"""
+README.md says what each of KINDS is."""
 
 from __future__ import annotations
 

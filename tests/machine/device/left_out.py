@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastvit_kernels as fk
-from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED, TMA_STORES
+from fastvit_kernels.ops.common.gemm_configs import SPECIALIZED
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
 from fastvit_kernels.runtime.configs import forced
 from tests.machine.aot import TARGETS
@@ -70,7 +70,6 @@ def of_call(target: str, call: Callable[[], Any], config: Any = None) -> Iterato
         ptx_machine(target, recorded=[]) as machine,
         on_absent_gpu(gpu),
         forced("linear_fwd", config),
-        forced("gated_mlp_hidden", config),
     ):
         call()
     for recorded in machine.recorded or []:
@@ -80,17 +79,12 @@ def of_call(target: str, call: Callable[[], Any], config: Any = None) -> Iterato
 def main(target: str, *names: str) -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(size).bfloat16() for size in ((2, 37, 136), (136, 136), 136))
-    packed = (torch.randn(size).bfloat16() for size in ((2, 130, 136), (272, 136), 272, (136, 136)))
-    gated = partial(fk.gated_mlp, *packed, None)  # six tiles
     qkv = torch.randn(1, 70, 3, 1, 32).bfloat16()
     product = partial(fk.linear, x, weight, bias, activation="gelu")
-    saving = partial(fk.linear, x, weight.clone().requires_grad_(), bias, activation="gelu")
     calls: dict[str, tuple[Any, Any]] = {
         "linear": (product, None),
         "attention": (partial(fk.attention, qkv), None),
         "roles": (product, SPECIALIZED),  # minutes
-        "stores": (saving, TMA_STORES),
-        "gated": (gated, TMA_STORES),
     }
     for name in names:
         for row in of_call(target, *calls[name]):

@@ -12,7 +12,7 @@ Who tests it with success knows what all knew who arrived (proxies.py), and sees
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,7 +50,6 @@ class Landing:
     op: Op
     bytes: int
     land: Callable[[], int]  # returns TMA's epoch
-    epoch: int = field(default=0)
 
 
 def _all(chunk) -> dict[int, Mbarrier]:

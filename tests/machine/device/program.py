@@ -193,7 +193,6 @@ class Program:
     """
 
     def __init__(self, text: str):
-        self.text = text
         self.slots: dict[str, int] = {}
         self.kinds: list[np.dtype] = []
         self.constants: dict[int, Array] = {}

@@ -1,8 +1,6 @@
 """README.md's table of what the machine notices, row by row: a few lines of PTX that are right, and
 what each mistake in them raises. What instructions compute, runs of kernels hold."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 
