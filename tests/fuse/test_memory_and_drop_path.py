@@ -29,14 +29,14 @@ def tokens():
 
 def test_memory_low_gives_the_same_bits():
     """By the kernels: what is made again has the bits of what was kept."""
-    model, x = vit(), images()
+    model, x = vit(1), images()
     steps = []
     with backend("triton"):
         for memory in ("default", "low"):
             torch._dynamo.reset()
             m = copy.deepcopy(model)
             steps.append(step(compiled(m, memory=memory), m, [x]))
-    assert rules_of(m)[LOW] == 4 and rules_of(m)[SUM] == 2
+    assert rules_of(m)[LOW] == 2 and rules_of(m)[SUM] == 1
     (results, grads), (wanted, wanted_grads) = steps
     for a, b in zip((*results, *grads), (*wanted, *wanted_grads), strict=True):
         assert torch.equal(a, b)
