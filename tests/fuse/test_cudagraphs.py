@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from private import tree_map
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastvit_kernels import create_vit, status
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.runtime.backend import Gpu, on_absent_gpu
-from fastvit_kernels.runtime.compat import FakeTensor, FakeTensorMode, define_torchvision_operators
+from fastvit_kernels.runtime.compat import FakeTensor, FakeTensorMode
+from tests.model_coverage.model_zoo import hf_small
 
 H100 = Gpu("sm_90", num_sms=132, shared_limit=227 * 1024)
 CUDA = torch.device("cuda", 0)
@@ -120,10 +120,10 @@ def captured(monkeypatch):
     torch._dynamo.reset()
 
 
-def step(model, captured, size=32, **options):
+def step(model, captured, **options):
     """The reasons of a step of a model that trains in bf16."""
     model = model.to("meta", torch.bfloat16).train()
-    images = torch.empty(4, 3, size, size, device="meta", dtype=torch.bfloat16)
+    images = torch.empty(4, 3, 48, 48, device="meta", dtype=torch.bfloat16)
     run = torch.compile(
         model,
         backend=functools.partial(fastvit_kernels, mode="reduce-overhead"),
@@ -137,42 +137,31 @@ def step(model, captured, size=32, **options):
     return captured
 
 
+SMALL = dict(img_size=48, depth=2, num_classes=10)
+DRAWN = dict(attn_drop_rate=0.1, proj_drop_rate=0.1)
+HF_DRAWN = dict(attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1)
+
+
 def timm_model(name="vit_tiny_patch16_224", **settings):
-    define_torchvision_operators()
-    timm = pytest.importorskip("timm")
-    return timm.create_model(name, img_size=32, num_classes=10, **{"depth": 2, **settings})
+    return pytest.importorskip("timm").create_model(name, **SMALL, **settings)
 
 
 def hf_model(name, **settings):
-    define_torchvision_operators()
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
-    config = getattr(transformers, f"{name}Config")
-    kind = getattr(transformers, f"{name}Model")
-    return kind(config(image_size=32, patch_size=16, **sizes, **settings))
+    pytest.importorskip("transformers")
+    return hf_small(name, **settings)[0]
 
 
 HOSTS = {
-    "timm": timm_model,
-    "timm, DropPath": functools.partial(timm_model, drop_path_rate=0.2),
-    "timm, dropout": functools.partial(timm_model, attn_drop_rate=0.1, proj_drop_rate=0.1),
-    "timm, qk-norm, LayerScale": functools.partial(timm_model, qk_norm=True, init_values=0.1),
-    "timm, RoPE, SwiGLU": functools.partial(timm_model, "eva02_tiny_patch14_224", patch_size=16),
-    "transformers, ViT": functools.partial(hf_model, "ViT"),
-    "transformers, dropout": functools.partial(
-        hf_model, "ViT", attention_probs_dropout_prob=0.1, hidden_dropout_prob=0.1
+    "timm, DropPath, qk-norm, LayerScale": lambda: timm_model(
+        drop_path_rate=0.2, qk_norm=True, init_values=0.1
     ),
-    "transformers, DINOv2": functools.partial(hf_model, "Dinov2", drop_path_rate=0.2),
-    "transformers, DINOv3": functools.partial(hf_model, "DINOv3ViT"),
-    "ours": functools.partial(create_vit, "vit_tiny_patch16_224", img_size=32, depth=2),
-    "ours, DropPath, dropout": functools.partial(
-        create_vit,
-        "vit_tiny_patch16_224",
-        img_size=32,
-        depth=2,
-        drop_path_rate=0.2,
-        attn_drop_rate=0.1,
-        proj_drop_rate=0.1,
+    "timm, dropout": lambda: timm_model(**DRAWN),
+    "timm, RoPE, SwiGLU": lambda: timm_model("eva02_tiny_patch14_224", patch_size=16),
+    "transformers, dropout": lambda: hf_model("vit", **HF_DRAWN),
+    "transformers, DINOv2": lambda: hf_model("dinov2", drop_path_rate=0.2),
+    "transformers, DINOv3": lambda: hf_model("dinov3_vit"),
+    "ours, DropPath, dropout": lambda: create_vit(
+        "vit_tiny_patch16_224", drop_path_rate=0.2, **DRAWN, **SMALL
     ),
 }
 
@@ -190,45 +179,7 @@ def test_skipped_samples_are_captured(captured):
 
 
 def test_timms_dinov3_makes_its_grid_on_the_cpu(captured):
-    """By itself; Inductor captures the parts before and after."""
+    """A reason that is seen: Inductor captures the parts before and after."""
     forward, backward = step(timm_model("vit_small_patch16_dinov3"), captured)
     assert forward and all("cpu" in reason or "DeviceCopy" in reason for reason in forward)
     assert backward == []
-
-
-class Host(nn.Module):
-    """A linear layer, and what a user writes before and after it."""
-
-    def __init__(self, also):
-        super().__init__()
-        self.fc, self.also = nn.Linear(32, 8), also
-        self.register_buffer("peak", torch.zeros(()))
-
-    def forward(self, x):
-        return self.also(self, self.fc(x), x)
-
-
-def makes_on_the_cpu(self, y, x):
-    return y * torch.rand(8, dtype=y.dtype).to(y.device)
-
-
-def picks_by_values(self, y, x):
-    return y.index_put((y > 0,), y.new_ones(()))
-
-
-def writes_a_buffer(self, y, x):
-    self.peak.mul_(0.9).add_(y.detach().amax())
-    return F.gelu(y)
-
-
-@pytest.mark.parametrize(
-    ("also", "why"),
-    [
-        (makes_on_the_cpu, "cpu"),
-        (picks_by_values, "incompatible"),
-        (writes_a_buffer, None),  # a module's own stays where it is
-    ],
-)
-def test_a_reason_is_seen_where_there_is_one(also, why, captured):
-    forward = step(Host(also), captured)[0]
-    assert (why is None) == (not forward) and str(why or "") in str(forward)
