@@ -18,35 +18,30 @@ from torch import Tensor
 
 import fastvit_kernels as fk
 from fastvit_kernels.accuracy.cases import OPS
-from fastvit_kernels.accuracy.op import Op
 from fastvit_kernels.runtime.compat import TorchDispatchMode
 
 nan, inf = float("nan"), float("inf")
 
 
-@dataclass(frozen=True)
-class Good:
-    """A good call of an op, the smallest with every tensor."""
-
-    op: Op
-
-    def __call__(self) -> dict[str, Any]:
-        shapes = self.op.shapes_of(FACTS[self.op.name].tiny).items()
-        tensors = {n: rand(*s, seed=i, grad=False) for i, (n, s) in enumerate(shapes)}
-        return {**tensors, **self.op.settings_of(FACTS[self.op.name].tiny, DEVICE)}
-
-    def call(self, **arguments: Any) -> Tensor:
-        """The first output."""
-        outputs = self.op.function(**arguments)
-        return outputs[0] if self.op.outputs > 1 else outputs
+def _good(name: str) -> dict[str, Any]:
+    """The arguments of a good call of an op, the smallest with every tensor."""
+    op, tiny = OPS[name], FACTS[name].tiny
+    shapes = op.shapes_of(tiny).items()
+    tensors = {n: rand(*s, seed=i, grad=False) for i, (n, s) in enumerate(shapes)}
+    return {**tensors, **op.settings_of(tiny, DEVICE)}
 
 
-GOOD = {name: Good(op) for name, op in OPS.items()}
+def _call(name: str, **arguments: Any) -> Tensor:
+    """The first output."""
+    outputs = OPS[name].function(**arguments)
+    return outputs[0] if OPS[name].outputs > 1 else outputs
+
 
 _PARTS = [torch.ones(2, 8), torch.ones(3, 8)]
 NESTED = torch.nested.nested_tensor(_PARTS)
 JAGGED = torch.nested.nested_tensor(_PARTS, layout=torch.jagged)
 
+_NESTED = "must be a dense strided tensor, got a nested tensor"
 _FLOAT = "must be floating point.* got torch."
 # What is wrong with a tensor, whichever it is -> how it is made, the error, what it says.
 KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
@@ -62,16 +57,8 @@ KINDS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
         _FLOAT + "qint8",
     ),
     "sparse": (lambda x: x.to_sparse(), TypeError, "must be .*dense.* got layout torch.sparse_coo"),
-    "nested": (
-        lambda x: NESTED,
-        TypeError,
-        "must be a dense strided tensor, got a nested tensor",
-    ),
-    "jagged": (
-        lambda x: JAGGED,
-        TypeError,
-        "must be a dense strided tensor, got a nested tensor",
-    ),
+    "nested": (lambda x: NESTED, TypeError, _NESTED),
+    "jagged": (lambda x: JAGGED, TypeError, _NESTED),
 }
 
 
@@ -125,36 +112,27 @@ def _generic() -> list[Bad]:
     return cases
 
 
-_NUMBER = "must be a number, got {type}"
 _CHOICE = r"must be None or one of \['gelu', .* got"
 _ACTIVATIONS = [
     (("relu", "GELU", "", "gelu "), ValueError, _CHOICE),
     ((3, True, ["gelu"], torch.relu, torch.nn.GELU()), TypeError, _CHOICE),
 ]
+_NO_INT = (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)), TypeError, "must be an int"
+_NO_NUMBER = ("0.1", None, True, [0.1], torch.tensor(0.1)), TypeError, "must be a number, got"
 _PROBABILITY = [
-    (("0.1", None, True, [0.1], torch.tensor(0.1)), TypeError, "must be a number, got"),
+    ((-0.1, 1.5, 2, nan, inf, -inf), ValueError, r"must be in \[0, 1.*, got {value}"),
+    _NO_NUMBER,
 ]
 # What an argument that is no tensor refuses, by its kind in the registry.
 OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
     "eps": [
         ((nan, inf, -inf, -1e-6), ValueError, "must be finite and at least 0, got {value}"),
-        (
-            ("1e-6", None, True, [1e-6], torch.tensor(1e-6), 1j, np.float32(1e-6)),
-            TypeError,
-            _NUMBER,
-        ),
+        ((1j, np.float32(1e-6)), TypeError, "must be a number, got {type}"),
+        _NO_NUMBER,
     ],
     "dtype": [
         (
-            (
-                "float32",
-                float,
-                torch.int32,
-                torch.bool,
-                torch.complex64,
-                torch.float8_e4m3fn,
-                np.float32,
-            ),
+            ("float32", float, torch.int32, torch.complex64, torch.float8_e4m3fn, np.float32),
             TypeError,
             r"must be None or one of \[torch.float32, .* got",
         ),
@@ -164,33 +142,19 @@ OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
     "flag": [((1, 0, "no", None, torch.tensor(True)), TypeError, "must be True or False, got")],
     "count": [
         ((0, -1, -2), ValueError, "must be at least 1, got {value}"),
-        (
-            (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)),
-            TypeError,
-            "must be an int, got",
-        ),
+        _NO_INT,
     ],
     "count or 0": [
         ((-1, -2), ValueError, "must be at least 0, got {value}"),
         ((6,), ValueError, "must be at most T = 5, got 6"),
-        (
-            (2.0, "2", None, True, [2], torch.tensor(2), np.int64(2)),
-            TypeError,
-            "must be an int, got",
-        ),
+        _NO_INT,
     ],
     "norm": [
         (("batch_norm", "", "LayerNorm"), ValueError, "must be None or one of .'layer_norm', 'rms"),
         ((1, True, ["rms_norm"], torch.nn.LayerNorm), TypeError, "must be None or one of .* got"),
     ],
-    "probability": [
-        ((-0.1, 1.5, 2, nan, inf, -inf), ValueError, r"must be in \[0, 1\], got {value}"),
-        *_PROBABILITY,
-    ],
-    "probability below 1": [
-        ((-0.1, 1.5, 2, nan, inf, -inf, 1.0), ValueError, r"must be in \[0, 1\), got {value}"),
-        *_PROBABILITY,
-    ],
+    "probability": _PROBABILITY,
+    "probability below 1": [*_PROBABILITY, ((1.0,), ValueError, r"must be in \[0, 1\), got 1.0")],
     "scale": [
         ((nan, inf, -inf), ValueError, "must be finite, got {value}"),
         (("1", True, [1.0], 1j), TypeError, "must be a number, got"),
@@ -225,65 +189,45 @@ def _wider(x: Tensor) -> Tensor:
 # says, the argument that it names where that is another.
 ROWS = r"""
 layer_norm | weight | (1, 8) | must have shape \(8,\), got \(1, 8\)
-layer_norm | bias | (2, 3, 8) | must have shape \(8,\), got \(2, 3, 8\)
 layer_norm_and_input | x | (2, 3, 0) | must have shape \(0,\), got \(8,\) | weight
-rms_norm | weight | (1, 8) | must have shape \(8,\), got \(1, 8\)
-rms_norm_and_input | x | (2, 3, 0) | must have shape \(0,\), got \(8,\) | weight
 rope_attention | weight | (50, 16) | must have 3 . H . D rows with H = 2, got 50
 rope_attention | cos | (4, 10) | must have shape .* even, at most 8, got
 rope | q | (5, 2, 8) | must have 4 axes, got shape
 rope | k | (1, 5, 1, 8) | must have shape \(1, 5, 2, 8\), got \(1, 5, 1, 8\)
 rope | cos | (5, 6) | must have shape \(T', R\), .* T' = 4 tokens past the prefix and R even, at m
 rope | cos | (4, 5) | must have shape \(T', R\), .* R even, at most 8
-rope | cos | (4, 10) | must have shape \(T', R\), .* R even, at most 8
-rope | cos | (4, 0) | must have shape \(T', R\), .* R even, at most 8
-rope | cos | (2, 4, 6) | must have shape \(T', R\), .* R even, at most 8
 rope | sin | (1, 4, 6) | must have the shape of cos, \(4, 6\), got \(1, 4, 6\)
-linear | residual | (2, 3, 1) | must have shape \(2, 3, 4\), got \(2, 3, 1\)
 linear | residual | (3, 4) | must have shape \(2, 3, 4\), got \(3, 4\)
 linear | layer_scale | (1,) | must have shape \(4,\), got \(1,\)
 linear | row_scale | (3,) | must have shape \(2,\), got \(3,\)
-linear | row_scale | (2, 1, 1) | must have shape \(2,\), got \(2, 1, 1\)
 linear | x | (2, 3, 7) | must have shape \(4, 7\), got \(4, 8\) | weight
 linear | weight | (4,) | must have 2 axes, got shape \(4,\)
-linear | weight | (8, 4) | must have shape \(8, 8\), got \(8, 4\)
 linear | bias | (1, 4) | must have shape \(4,\), got \(1, 4\)
-mlp | residual | (2, 3, 1) | must have shape \(2, 3, 4\), got \(2, 3, 1\)
-mlp | x | (2, 3, 7) | must have shape \(6, 7\), got | fc1_weight
 mlp | fc2_weight | (6, 4) | must have shape \(6, 6\), got \(6, 4\)
 mlp | fc1_weight | (6, 8, 1) | must have 2 axes, got shape
 attention | qkv | (1, 5, 48) | must have 5 axes, got shape
 attention | qkv | (1, 3, 5, 2, 8) | must be \(B, T, 3, H, D\), got
 attention | qkv | (1, 5, 3, 2, 12) | must be a multiple of 8, got 12 | D
-attention | qkv | (1, 5, 3, 2, 0) | must be a multiple of 8, got 0 | D
 attention | qkv | (1, 1, 3, 1, 264) | must be at most 256, got 264 | D
 attention | attn_mask | (4, 5) | must broadcast to \(1, 2, 5, 5\), or its first axis must divide 1
 attention | attn_mask | (2, 2, 5, 5) | must broadcast to \(1, 2, 5, 5\), or its first axis must div
-attention | attn_mask | (1, 1, 1, 5, 5) | must broadcast to \(1, 2, 5, 5\), or its first axis must
 qkv_attention | x | (5, 16) | must have 3 axes, got shape \(5, 16\)
-qkv_attention | x | (1, 5, 8) | must have shape \(48, 8\), got | weight
 qkv_attention | weight | (48,) | must have 2 axes, got shape
 qkv_attention | weight | (50, 16) | must have 3 . H . D rows with H = 2, got 50
 scaled_dot_product_attention | query | (8,) | must have axes \(..., T, D\), got \(8,\)
-scaled_dot_product_attention | key | (8,) | must have axes \(..., T, D\), got \(8,\)
 scaled_dot_product_attention | key | (1, 2, 6, 16) | must have the D of query, 8, got 16
-scaled_dot_product_attention | query | (1, 2, 5, 16) | must have the D of query, 16, got 8 | key
 scaled_dot_product_attention | value | (1, 2, 7, 8) | must have the T of key, 6, got 7
 scaled_dot_product_attention | key | (1, 3, 6, 8) | must have the batch and heads of query, \(1, 2\)
-scaled_dot_product_attention | value | (3, 3, 6, 8) | must have the batch and heads of query, \(1, 2
 scaled_dot_product_attention | attn_mask | (6, 5) | must broadcast to \(1, 2, 5, 6\), got shape
-scaled_dot_product_attention | attn_mask | (3, 2, 5, 6) | must broadcast to \(1, 2, 5, 6\), got sha
 patch_embed | images | (3, 8, 4) | must have 4 axes, got shape
 patch_embed | images | (2, 4, 8, 4) | must have the 3 channels of weight, got 4
 patch_embed | images | (2, 3, 9, 4) | must be positive .* of the patch \(4, 4\), got \(9, 4\) | height and width of images
-patch_embed | images | (2, 3, 8, 0) | must be positive .* of the patch \(4, 4\), got \(8, 0\) | height and width of images
 patch_embed | weight | (8, 48) | must have 4 axes, got shape
 patch_embed | weight | (8, 3, 0, 4) | must not be empty, got shape
 patch_embed | weight | (8, 3, 2, 4, 4) | must have 5 axes, got shape | images
 patch_embed | bias | (9,) | must have shape \(8,\), got \(9,\)
 patch_embed | prefix_tokens | (2, 1, 8) | must have shape \(1, rows, 8\) or
 patch_embed | pos_embed | (1, 4, 8) | must have 2 rows \(patches\) or 3 .*got shape
-patch_embed | pos_embed | (1, 3, 7) | must have shape \(1, rows, 8\) or
 """  # noqa: E501
 
 
@@ -348,7 +292,7 @@ class _Operators(TorchDispatchMode):
 def _expect(case: Bad, arguments: dict[str, Any]) -> None:
     pattern = rf"{case.op}: {case.names or case.argument} (?:{case.message})"
     with pytest.raises(case.error) as caught:
-        GOOD[case.op].call(**arguments)
+        _call(case.op, **arguments)
     assert type(caught.value) is case.error, repr(caught.value)
     assert re.match(pattern, str(caught.value)), f"{caught.value}\nwanted: {pattern}"
 
@@ -367,7 +311,7 @@ def _bits(arguments: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("op", OPS)
 def test_bad_calls(op, name):
     """One error each, before any operator runs; also where a good call of the kind is known."""
-    good, cases = GOOD[op](), [case for case in CASES if case.op == op]
+    good, cases = _good(op), [case for case in CASES if case.op == op]
     with fk.backend(name):
         for is_known in (False, True):
             for case in cases:
@@ -378,8 +322,8 @@ def test_bad_calls(op, name):
                 assert operators.seen == [], str(case)
                 assert torch.equal(state, torch.get_rng_state())
                 assert all(map(torch.equal, before.values(), _bits(arguments).values())), str(case)
-            y = GOOD[op].call(**good)
-            assert torch.equal(y, GOOD[op].call(**good)) or not is_known
+            y = _call(op, **good)
+            assert torch.equal(y, _call(op, **good)) or not is_known
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -389,44 +333,34 @@ def test_float64_falls_back(op):
     def double(x):
         return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    good = {n: double(x) for n, x in GOOD[op]().items()}
-    y = GOOD[op].call(**good)
+    good = {n: double(x) for n, x in _good(op).items()}
+    y = _call(op, **good)
     with fk.backend("torch"):
-        assert y.dtype is torch.float64 and torch.equal(y, GOOD[op].call(**good))
+        assert y.dtype is torch.float64 and torch.equal(y, _call(op, **good))
 
 
 @pytest.mark.parametrize("op", [n for n, op in OPS.items() if "residual" in op.args])
 def test_float64_residual_falls_back(op):
     """The sum has its dtype, and has to have its bits and its range."""
-    good = GOOD[op]()
-    wide = torch.full(tuple(GOOD[op].call(**good).shape), 1e300, dtype=torch.float64, device=DEVICE)
-    y = GOOD[op].call(**{**good, "residual": wide})
+    good = _good(op)
+    wide = torch.full(tuple(_call(op, **good).shape), 1e300, dtype=torch.float64, device=DEVICE)
+    y = _call(op, **{**good, "residual": wide})
     assert y.dtype is torch.float64 and bool(y.isfinite().all())
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, -2, 1e-30])
 @pytest.mark.parametrize("op", [name for name in OPS if "scale" in FACTS[name].options])
 def test_non_positive_scale_falls_back(op, scale):
-    good = GOOD[op]()
-    y = GOOD[op].call(**good, scale=scale)
+    good = _good(op)
+    y = _call(op, **good, scale=scale)
     with fk.backend("torch"):
-        torch.testing.assert_close(y, GOOD[op].call(**good, scale=scale))
+        torch.testing.assert_close(y, _call(op, **good, scale=scale))
 
 
 def _with_gradients(op: str) -> dict[str, Any]:
     """The others take the torch path where they need a gradient."""
     trained = [name for name, arg in OPS[op].args.items() if arg.grad]
-    return {n: x.requires_grad_() if n in trained else x for n, x in GOOD[op]().items()}
-
-
-def test_mask_with_tiny_scale():
-    q, k, v = (rand(1, 1, 6, 8, seed=i, grad=False) for i in range(3))
-    mask = rand(6, 6, seed=3, grad=False)
-    y, wanted = (
-        f(q, k, v, attn_mask=mask, scale=1e-30)
-        for f in (fk.scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention)
-    )
-    torch.testing.assert_close(y, wanted)
+    return {n: x.requires_grad_() if n in trained else x for n, x in _good(op).items()}
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -444,15 +378,15 @@ def test_nested_tensors_fall_back(layout):
 @pytest.mark.parametrize("op", ["linear", "mlp", "gated_mlp", "qkv_attention", "patch_embed"])
 def test_autocast_leaves_float64_alone(op):
     """As torch's own does: the weights must have it too."""
-    first, *others = arguments = GOOD[op]()
+    first, *others = arguments = _good(op)
     arguments[first] = arguments[first].double()
     with torch.autocast(DEVICE.type, torch.bfloat16):
         with pytest.raises(TypeError, match=f"must have the dtype of {first}, torch.float64, got"):
-            GOOD[op].call(**arguments)
+            _call(op, **arguments)
         for name in others:
             if isinstance(arguments[name], Tensor):
                 arguments[name] = arguments[name].double()
-        assert GOOD[op].call(**arguments).dtype is torch.float64
+        assert _call(op, **arguments).dtype is torch.float64
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -461,7 +395,7 @@ def test_double_backward(op):
     arguments = _with_gradients(op)
     x = next(iter(arguments.values()))
     name = "sdpa" if op == "scaled_dot_product_attention" else op
-    loss = GOOD[op].call(**arguments).sum()
+    loss = _call(op, **arguments).sum()
     (dx,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(
         NotImplementedError, match=f"^{name}: the kernels have no second deriv.*torch"
@@ -481,22 +415,20 @@ def test_output_modified_in_place(op, residual):
         arguments = {n: x for n, x in _with_gradients(op).items() if n not in unusual}
         x = arguments["x"]
         if residual:
-            y = GOOD[op].call(**arguments)
+            y = _call(op, **arguments)
             arguments["residual"] = torch.ones_like(y, requires_grad=residual == "residual")
-        change(GOOD[op].call(**arguments)).square().sum().backward()
+        change(_call(op, **arguments)).square().sum().backward()
         results.append((x.grad, *(x.grad for x in arguments.values() if isinstance(x, Tensor))))
     for wanted, got in zip(*results, strict=True):
         assert wanted is got is None or torch.equal(wanted, got)
 
 
-@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "made"])
 @pytest.mark.parametrize("op", OPS)
-def test_double_backward_with_inputs(op, leaves):
+def test_double_backward_with_inputs(op):
     """The engine then runs what leads to these inputs alone: products of a Hessian."""
     arguments = _with_gradients(op)
     given = {n: x for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad}
-    made = given if leaves else {n: x * 1.0 for n, x in given.items()}
-    loss = GOOD[op].call(**arguments | made).square().sum()
+    loss = _call(op, **arguments).square().sum()
     grads = torch.autograd.grad(loss, [*given.values()], create_graph=True)
     product = sum(g.square().sum() for g in grads)
     for x in given.values():
