@@ -8,7 +8,6 @@ import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from private import FakeTensorMode, set_deterministic
-from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
 from fastvit_kernels.ops.attention import configs as attention_configs, cudnn, launch
@@ -25,7 +24,6 @@ from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention
 from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention as sdpa
 from fastvit_kernels.ops.attention.varlen import varlen_attention
-from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.compat import CUDNN, FLASH, torch_sdpa
 from fastvit_kernels.runtime.configs import forced
@@ -36,8 +34,8 @@ H, D = 2, 16
 
 
 @pytest.fixture
-def noted(monkeypatch):
-    """Which of "fwd" and "bwd" the library computed, in order."""
+def took(monkeypatch):
+    """Which of "fwd" and "bwd" the library computed, in order, where it does whatever it can."""
     found = []
     for name, whole in (("fwd", "sdpa_forward"), ("bwd", "sdpa_backward")):
         function = getattr(cudnn, whole)
@@ -49,14 +47,8 @@ def noted(monkeypatch):
 
         monkeypatch.setattr(launch, whole, called)
     set_deterministic(False)
-    return found
-
-
-@pytest.fixture
-def took(noted):
-    """The same, where it computes whatever it can."""
     with forced_route("library"):
-        yield noted
+        yield found
 
 
 def _packed(T=37, B=2, dtype=TAKEN[0]):
@@ -129,11 +121,7 @@ def test_library_qkv_layouts(took):
     }
     for qkv in layouts.values():
         assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
-        out, lse = torch.ops.fastvit_kernels.attention_fwd(qkv.detach(), None, 0.25, 0.0)
-        assert out.is_contiguous() and lse.stride() == launch.empty_rows(out).stride()
-        dqkv = torch.ops.fastvit_kernels.attention_bwd(out, qkv.detach(), out, lse, None, 0.25, 0.0)
-        assert dqkv.is_contiguous() and dqkv.shape == qkv.shape
-    assert took.count("fwd") == took.count("bwd") >= 2 * len(layouts)
+    assert took.count("fwd") == took.count("bwd") >= len(layouts)
 
 
 def test_library_upstream_layouts(took):
@@ -167,18 +155,6 @@ def test_library_out_strides_match_torch(order, monkeypatch, took):
     monkeypatch.setattr(cudnn, "_kernels", noting)
     sdpa(q, k, v).backward(torch.randn(2, H, 37, D, dtype=bf16))
     assert seen == [torch.empty_like(q).stride()] * 2
-
-
-@pytest.mark.parametrize("op", ["qkv_attention", "sdpa", "rope_attention"])
-def test_each_gradient_alone(op, took):
-    function, reference, make = OPS[op]
-    names = [n for n, x in make().items() if x.requires_grad]
-    for wanted in names:
-        inputs = make()
-        for name in names:
-            inputs[name].requires_grad_(name == wanted)
-        assert_accurate(function, reference, inputs)
-    assert took.count("bwd") >= len(names)
 
 
 @every_op
@@ -232,51 +208,6 @@ def test_library_not_used(call, took):
     assert not took
 
 
-# Who looks on
-
-
-@pytest.mark.parametrize("op", ["attention", "sdpa"])
-def test_compiled_whole(op, took):
-    function, _, make = OPS[op]
-    compiled = torch.compile(lambda kw: function(**kw), fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (lambda kw: function(**kw), compiled):
-        inputs = make()
-        out = run(inputs)
-        leaves = [x for x in inputs.values() if x.requires_grad]
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*results)
-    assert took == ["fwd", "bwd"] * 2
-
-
-def test_library_gradient_strides(took, monkeypatch):
-    """Tokens first, whatever strides the library gives them."""
-    backward = launch.sdpa_backward
-
-    def heads_first(*arguments):
-        found = backward(*arguments)
-        assert found is not None
-        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
-
-    monkeypatch.setattr(launch, "sdpa_backward", heads_first)
-    inputs = {n: x.detach() for n, x in _separate().items()}
-    ops = torch.ops.fastvit_kernels
-    out, lse = ops.sdpa_fwd(*inputs.values(), None, None, 0.25, 0.0, False)
-    arguments = (out, *inputs.values(), out, lse, None, None, 0.25, 0.0, False)
-    torch_library.opcheck(ops.sdpa_bwd, arguments, test_utils=("test_faketensor",))
-    assert_accurate(sdpa, torch_sdpa, _separate())
-    assert took
-
-
-def test_under_autocast(took):
-    inputs = _projected(dtype=fp32)
-    with torch.autocast(DEVICE.type, bf16):
-        out = qkv_attention(**inputs, num_heads=H)
-        grads = torch.autograd.grad(out.float().square().sum(), list(inputs.values()))
-    assert out.dtype is bf16 and {g.dtype for g in grads} == {fp32}
-    assert took == ["fwd", "bwd"]
-
-
 # CUDA's kernels, on tensors without values: their signatures, and the layouts that they promise
 
 
@@ -301,27 +232,12 @@ def test_cuda_sdpa_signatures(choice, kernels, is_causal, monkeypatch):
         assert grads is not None and {x.shape for x in grads} == {q.shape}
 
 
-def test_library_only_flash_or_cudnn(monkeypatch):
-    set_deterministic(False)
-    with FakeTensorMode():
-        heads = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda").unbind(2)
-        for choice in (-1, SDPBackend.MATH.value, SDPBackend.EFFICIENT_ATTENTION.value):
-            monkeypatch.setattr(cudnn, "sdpa_choice", lambda *_, choice=choice, **__: choice)
-            assert cudnn.sdpa_forward(heads, 0.125, False) is None
-            out, lse = heads[0], torch.empty(2, 4, 70, device="cuda")
-            assert cudnn.sdpa_backward(out, heads, out, lse, 0.125, False) is None
-
-
 # The table
 
 
-def _routes(on, T, *, dtype="bf16", D=64, mask="none", B=8):
-    kinds = {"bf16": bf16, "fp16": fp16, "fp32": fp32}
-    key = Problem(on, kinds[dtype], (B, T, 12, D), T, mask, False, "ieee").key()
+def _routes(on, T, dtype=bf16, mask="none"):
+    key = Problem(on, dtype, (8, T, 12, 64), T, mask, False, "ieee").key()
     return [table.choose(on, *key).route for table in (FWD_TABLE, BWD_TABLE)]
-
-
-H100, A100 = Gpu("sm_90", 132, 227 * 1024), Gpu("sm_80", 108, 163 * 1024)
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
@@ -333,17 +249,5 @@ def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
     for T in (50, 197, 257, 577, 4097):
         wanted = "library" if T > 256 or not has_fence else "triton"
         assert _routes(on, T) == _routes(on, T, mask="causal") == [wanted] * 2
-    assert _routes(on, 577, mask="add") == _routes(on, 577, dtype="fp32") == ["triton"] * 2
+    assert _routes(on, 577, mask="add") == _routes(on, 577, fp32) == ["triton"] * 2
     assert _routes(Gpu("sm_121", 48, 99 * 1024), 4097) == ["triton"] * 2
-
-
-@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
-def test_blackwell_num_stages(arch, monkeypatch):
-    """cp.async without a fence before tcgen05: pytorch #181248, triton #10537."""
-    monkeypatch.setattr(gemm, "INTERPRETED", False)
-    fields = (197, "add", False, "ieee")
-    for dtype, stages in ((torch.bfloat16, {1}), (torch.float32, {1, 2})):
-        problem = Gpu(arch, 148, 227 * 1024), dtype, (2, 197, 12, 64), *fields
-        split = launch.bwd_launch.__wrapped__(*problem).split
-        every = [launch.fwd_launch.__wrapped__(*problem), *split]
-        assert {each.options["num_stages"] for each in every} <= stages
