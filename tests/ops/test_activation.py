@@ -62,14 +62,3 @@ def test_activation_16_bit_inputs(activation, dtype):
     tail = 1e-15 if activation == "gelu_tanh" else 1e-36
     assert ((a.double() - exact).abs() <= 1.125 * rounding + tail).all()
     assert ((derivative.double() - slope).abs() <= 0.5 * info.eps * slope.abs() + 2e-5).all()
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_extremes(activation):
-    """Far out an activation is z or 0 and its derivative 1 or 0, never NaN."""
-    z = torch.tensor([0.0, 1e3, 1e4, 1e13, 1e20, 3e38], device=DEVICE)
-    a, derivative = _value_and_derivative(torch.cat([z, -z]), activation)
-    assert torch.allclose(a, torch.cat([z, torch.zeros_like(z)]))
-    half = torch.tensor([0.5], device=DEVICE)
-    ones, zeros = torch.ones_like(z[1:]), torch.zeros_like(z[1:])
-    assert torch.allclose(derivative, torch.cat([half, ones, half, zeros]))

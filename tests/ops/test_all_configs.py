@@ -28,14 +28,7 @@ SHIPPED = [
 def _id(value):
     if isinstance(value, str):
         return value
-    short = {"num_warps": "w", "num_stages": "s"}
-    parts = []
-    for name, number in value._asdict().items():
-        if number is True:
-            parts.append(name)
-        elif number is not False and number != 0:
-            parts.append(f"{short.get(name, name + '=')}{number}")
-    return "-".join(parts) or "none"
+    return "-".join(f"{name}={x}" for name, x in value._asdict().items() if x) or "none"
 
 
 @functools.cache
