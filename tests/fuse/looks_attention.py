@@ -664,8 +664,8 @@ ROTATIONS = {
         lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t[:, :, 1:], cos[1:], sin[1:])), 2)
     ),
     "other sign": partner(lambda t: -rotate_half(t)),
-    "no sign": partner(lambda t: t.roll(4, -1)),
-    "both signs": partner(lambda t: -t.roll(4, -1)),
+    "no sign": partner(lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
+    "both signs": partner(lambda t: torch.cat([-u for u in t.chunk(2, -1)[::-1]], -1)),
     "sign of the other half": partner(lambda t: torch.cat((-t[..., :4], t[..., 4:]), -1)),
     "flip": partner(lambda t: t.flip(-1)),
     "thirds": partner(lambda t: torch.cat((-t[..., 2:], t[..., :2]), -1)),
