@@ -19,7 +19,6 @@ import gc
 import io
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ SIZES = {
 class Outcome:
     losses: list[float]
     accuracy: float  # of the EMA
-    seconds: float
     graphs_grown: int  # made after an epoch, by the model that began and by the one that went on
     tensors_grown: int  # live tensors at the end less those after an epoch of the new model
     bytes_grown: int  # the process's resident memory, or the GPU's allocated memory
@@ -196,7 +194,7 @@ def train(
     settled = steps // 2 + min(epoch + 1, steps // 4)
     losses: list[Tensor] = []
     memory: list[tuple[int, int]] = []
-    started, graphs = time.perf_counter(), 0
+    graphs = 0
     for step, (images, labels) in enumerate(itertools.islice(batches(size, seed), steps)):
         if step == steps // 2:
             graphs += run.graphs_grown()
@@ -211,15 +209,8 @@ def train(
     graphs += run.graphs_grown()
     (tensors, used), (last_tensors, last_used) = memory[0], memory[-1]
     accuracy = held_out_accuracy(run.ema.module, precision) if evaluate else float("nan")
-    seconds = time.perf_counter() - started
-    return Outcome(
-        [loss.item() for loss in losses],
-        accuracy,
-        seconds,
-        graphs,
-        last_tensors - tensors,
-        last_used - used,
-    )
+    values = [loss.item() for loss in losses]
+    return Outcome(values, accuracy, graphs, last_tensors - tensors, last_used - used)
 
 
 def pair(size: Size, seed: int, precision: str, steps: int, backend: Any) -> tuple[Outcome, ...]:
@@ -258,7 +249,7 @@ def main() -> int:
                 last = sum(run.losses[-20:]) / len(run.losses[-20:])
                 print(
                     f"{precision}, seed {seed}, {name}: {100 * run.accuracy:.2f} %, last losses "
-                    f"{last:.4f}, {run.seconds:.0f} s; grown: {run.tensors_grown} tensors, "
+                    f"{last:.4f}; grown: {run.tensors_grown} tensors, "
                     f"{run.bytes_grown / 2**20:.1f} MiB, {run.graphs_grown} graphs",
                     flush=True,
                 )
