@@ -8,46 +8,25 @@ from philox import philox_keep
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention import functions
-from fastvit_kernels.ops.attention.backward_bias import bias_launch
 from fastvit_kernels.ops.attention.functions import attention_ref
-from fastvit_kernels.runtime.backend import gpu
-from fastvit_kernels.runtime.compat import matmul_precision
+
+MASKS = [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)]
 
 
-def _inputs(B: int, H: int, T: int, D: int, mask: tuple[int, ...], dtype=torch.float32, S=None):
-    keys = (B, H, T if S is None else S, D)
-    return {
-        "query": rand(B, H, T, D, dtype=dtype),
-        "key": rand(*keys, dtype=dtype, seed=1),
-        "value": rand(*keys, dtype=dtype, seed=2),
-        "attn_mask": rand(*mask, dtype=dtype, seed=3),
-    }
-
-
-def _check(inputs, **options):
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_bias_gradient_broadcast(mask):
+    shapes = {"query": (5, 3, 19, 16), "key": (5, 3, 21, 16), "value": (5, 3, 21, 16)}
+    shapes["attn_mask"] = mask
+    inputs = {n: rand(*s, dtype=torch.bfloat16, seed=i) for i, (n, s) in enumerate(shapes.items())}
     with backend("triton"):
-        assert_accurate(
-            partial(scaled_dot_product_attention, **options),
-            partial(F.scaled_dot_product_attention, **options),
-            inputs,
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16], ids=dtype_id)
-@pytest.mark.parametrize(
-    "mask",
-    [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)],
-    ids=str,
-)
-def test_bias_gradient_broadcast(mask, dtype):
-    _check(_inputs(5, 3, 19, 16, mask, dtype, S=21))
+        assert_accurate(scaled_dot_product_attention, F.scaled_dot_product_attention, inputs)
 
 
 def _packed(B: int, T: int, H: int, D: int, mask: tuple[int, ...], dtype=torch.float32):
     return {"qkv": rand(B, T, 3, H, D, dtype=dtype), "attn_mask": rand(*mask, dtype=dtype, seed=3)}
 
 
-def _check_packed(inputs, **options):
+def _check(inputs, **options):
     with backend("triton"):
         assert_accurate(partial(attention, **options), partial(attention_ref, **options), inputs)
 
@@ -57,44 +36,23 @@ def _check_packed(inputs, **options):
     "mask", [(2, 17, 17), (6, 1, 17, 17), (3, 2, 17, 17), (3, 1, 17, 17), (1, 1, 1, 17)], ids=str
 )
 def test_bias_gradient_windows(mask, dtype):
-    _check_packed(_packed(6, 17, 2, 16, mask, dtype))
+    _check(_packed(6, 17, 2, 16, mask, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_bias_gradient_wide_heads(dtype):
-    _check_packed(_packed(1, 150, 1, 80, (1, 150, 150), dtype), scale=0.2)
+    _check(_packed(1, 150, 1, 80, (1, 150, 150), dtype), scale=0.2)
 
 
 def test_bias_gradient_deterministic():
     """Nine heads of each bias, four a program: partials of three are added in order."""
     inputs = _packed(9, 20, 2, 16, (2, 20, 20))
-    _check_packed(inputs)
-    q = inputs["qkv"].select(2, 0)
-    fields = q.dtype, q.shape, 20, "add", False, matmul_precision()
-    assert bias_launch(gpu(DEVICE), 1, 2, *fields).parts == 3
+    _check(inputs)
     upstream = rand(9, 20, 2, 16, seed=7, grad=False)
     first, second = (
         torch.autograd.grad(attention(**inputs), list(inputs.values()), upstream) for _ in range(2)
     )
     assert all(map(torch.equal, first, second))
-
-
-def test_bias_gradient_hidden_keys():
-    inputs = _packed(2, 20, 2, 16, (2, 20, 20))
-    bias = inputs["attn_mask"].detach()
-    bias[:, 3] = torch.finfo(bias.dtype).min
-    bias[:, :, 15:] = float("-inf")
-    bias[:, 5, :4] = torch.finfo(bias.dtype).min
-
-    def reference(qkv, attn_mask):
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return ((q @ k.mT * 16**-0.5 + attn_mask).softmax(-1) @ v).transpose(1, 2)
-
-    inputs["attn_mask"] = bias.requires_grad_()
-    with backend("triton"):
-        assert_accurate(attention, reference, inputs)
-        (dbias,) = torch.autograd.grad(attention(**inputs).square().sum(), bias)
-    assert not dbias[:, :, 15:].count_nonzero() and not dbias[:, 5, :4].count_nonzero()
 
 
 def test_bias_gradient_with_dropout(monkeypatch):
@@ -116,4 +74,4 @@ def test_bias_gradient_fp32_bias_bf16_qkv():
     """As under autocast: its gradient is fp32 too, and is not rounded on the way."""
     inputs = _packed(3, 17, 2, 16, (2, 17, 17), torch.bfloat16)
     inputs["attn_mask"] = rand(2, 17, 17, seed=3)
-    _check_packed(inputs)
+    _check(inputs)

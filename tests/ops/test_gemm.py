@@ -7,19 +7,13 @@ import pytest
 import torch
 from numerics import assert_accurate, dtype_id, rand
 
-from fastvit_kernels.ops import linear as linear_launch
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FWD_TABLE,
     GATED_TABLE,
     HIDDEN_TABLE,
-    LIBRARY,
     PERSISTENT,
-    SMALL,
-    SPECIALIZED,
     TMA_PAIR,
-    TMA_TILE,
-    WIDE_TMA,
 )
 from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.runtime.backend import Gpu
@@ -29,18 +23,10 @@ from tests.machine.aot import TARGETS
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 TABLES = (FWD_TABLE, HIDDEN_TABLE, GATED_TABLE)
-TRITON = {table.name: [c for c in table.configs if c.route == "triton"] for table in TABLES}
 GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
 
 
-def _id(config):
-    marks = zip(("tma", "flat", "ws"), config[8:11], strict=True)
-    words = [f"{config.block_m}x{config.block_n}x{config.block_k}-w{config.num_warps}"]
-    words += [f"s{config.num_stages}", f"p{config.programs_per_sm}", f"t{config.subtiles}"]
-    return "-".join(words + [mark for mark, on in marks if on])
-
-
-@pytest.mark.parametrize("config", [PERSISTENT, TMA_PAIR], ids=_id)
+@pytest.mark.parametrize("config", [PERSISTENT, TMA_PAIR], ids=["persistent", "by TMA"])
 @pytest.mark.parametrize("K", [1, 63, 64, 65, 129])
 def test_gemm_tails_of_k(config, K):
     with forced("linear_fwd", config):
@@ -49,16 +35,6 @@ def test_gemm_tails_of_k(config, K):
             lambda **kw: linear_ref(**kw, activation="silu"),
             {"x": rand(5, K), "weight": rand(9, K, seed=1)},
         )
-
-
-def test_gemm_walks_groups_of_row_blocks():
-    """More row blocks than GROUP_M, a last group that is not full, several column blocks."""
-    M, K, N = SMALL.block_m * (gemm.GROUP_M + 2) + 5, 16, 3 * SMALL.block_n - 7
-    for config in (SMALL, SMALL._replace(programs_per_sm=2)):
-        with forced("linear_fwd", config):
-            x, weight = rand(M, K, grad=False), rand(N, K, seed=1, grad=False)
-            y = linear(x, weight, activation="silu")
-        torch.testing.assert_close(y, linear_ref(x, weight, activation="silu"))
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=dtype_id)
@@ -76,6 +52,10 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
     assert by_tma(a, b) == (True, False)
     assert by_tma(a, weight.t()) == by_tma(a, weight, transposed=True) == (True, True)
     assert by_tma(a, b.t(), transposed=True) == (True, False)
+    triton_tiles = (c for c in FWD_TABLE.configs if c.route == "triton")
+    pointers = next(c for c in triton_tiles if not c.descriptors)
+    assert gemm.tile_plan(pointers, a, b) is not None
+    assert gemm.tile_plan(pointers, base[1:].view(a.shape), b) is None  # loads of single elements
     for other in (
         wide[:, :-1],  # rows that are no multiple of 16 bytes apart
         base[1:].view(a.shape),  # an address that is none of 16
@@ -83,26 +63,6 @@ def test_gemm_descriptors_need_aligned_rows(dtype):
         a[:1].expand(64, -1),  # a row stride of 0
     ):
         assert by_tma(other, b) is None
-
-
-def test_gemm_unaligned_uses_library():
-    """By pointers too: their loads would be of single elements."""
-    a, b = rand(64, 32, dtype=bf16, grad=False), rand(32, 16, dtype=bf16, grad=False)
-    off_a, off_b = (rand(x.numel() + 1, dtype=bf16, grad=False)[1:].view(x.shape) for x in (a, b))
-    config = next(c for c in TRITON["linear_fwd"] if not c.descriptors)
-    assert gemm.tile_plan(config, a, b) is not None
-    assert gemm.tile_plan(config, off_a, b) is gemm.tile_plan(config, a, off_b) is None
-
-
-def test_gemm_without_tma_uses_library(monkeypatch):
-    """No pointers take the place of descriptors: on sm_90 wgmma would race with cp.async."""
-    x, weight = rand(9, 33, dtype=bf16, grad=False), rand(40, 33, dtype=bf16, grad=False)
-    for config in (LIBRARY, TMA_PAIR, WIDE_TMA):
-        assert gemm.tile_plan(config, x, weight, transposed=True) is None
-    monkeypatch.setattr(linear_launch, "tile_launch", None)
-    with forced("linear_fwd", TMA_PAIR):
-        y = linear(x, weight, activation="gelu")
-    torch.testing.assert_close(y, linear_ref(x, weight, activation="gelu"))
 
 
 def test_gemm_keeps_user_allocator(monkeypatch):
@@ -161,22 +121,3 @@ def test_gluon_is_a_candidate_on_hopper_alone(table):
     for gpu, dtype in itertools.product(GPUS, ("bf16", "fp16", "fp32")):
         found = {c.route for c in table.candidates(gpu, 16384, 768, 768, dtype)}
         assert ("gluon" in found) == (gpu.arch == "sm_90" and dtype != "fp32")
-
-
-def test_gluon_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv("FASTVIT_KERNELS_GLUON", "0")
-    has_gluon.cache_clear()
-    try:
-        assert not FWD_TABLE.fits(HOPPER, SPECIALIZED, 16384, 768, 768, "bf16")
-        assert HIDDEN_TABLE.default(HOPPER, 65536, 3072, 768, "bf16") == TMA_TILE
-    finally:
-        has_gluon.cache_clear()
-
-
-def test_gemm_plain_tile_without_gluon_epilogue(monkeypatch):
-    monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
-    monkeypatch.setattr(gemm, "INTERPRETED", False)
-    a, b = (rand(256, 64, dtype=bf16, grad=False) for _ in range(2))
-    assert gemm.tile_plan(SPECIALIZED, a, b, transposed=True).config == SPECIALIZED
-    plain = gemm.tile_plan(SPECIALIZED, a, b, transposed=True, plain=True).config
-    assert plain == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")
