@@ -121,7 +121,7 @@ def _vit(**overrides: Any) -> fk.VisionTransformer:
 
 MNIST = partial(fk.create_vit, "vit_mnist")
 # What one argument says of another, names, other arguments.
-TOGETHER: list[tuple[Callable[[], Any], type[Exception], str]] = [
+TOGETHER: list[tuple[Any, type[Exception], str]] = [
     (partial(fk.LayerNorm, (4, 8)), T, "one axis, must be an int, got tuple"),
     (partial(fk.PatchEmbed, 4, 8), V, r"img_size \(4, 4\) must be at least patch_size \(8, 8\)"),
     (partial(fk.Attention, 15, 2), V, "dim 15 must be a multiple of num_heads 2"),
