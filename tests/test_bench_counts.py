@@ -78,53 +78,6 @@ def test_flops_are_those_of_the_products(name, variant):
     assert op.flops(shape, "bwd") == backward + again
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "forward", "backward"),
-    [
-        ("layer_norm", "", 7, 13),
-        ("rms_norm", "", 4, 9),
-        ("rms_norm", "heads", 4, 9),
-        ("rms_norm", "added", 5, 9),
-        # of q and of k
-        ("rope", "", 2 * 3, 2 * 3),
-        ("rope", "interleaved", 2 * 3, 2 * 3),
-        ("rope", "layer_norm", 2 * 10, 2 * 16),
-        ("rope", "learnt", 2 * 3, 2 * 7),
-    ],
-)
-def test_flops_of_an_element(name, variant, forward, backward):
-    op, shape = OPS[name], shape_of(name, variant)
-    elements = shape.B * shape.T * shape.C
-    assert op.flops(shape, "fwd") == forward * elements
-    assert op.flops(shape, "bwd") == backward * elements
-
-
-# By op: what a forward and a backward read and write, of what is as large as a product's operand.
-# y the output, of it and of inputs also the gradients; stats a row's fp32 pair, rstd one of it, lse
-# one of each head, hidden (M, F).
-MOVED = {
-    "layer_norm": ("x y stats", "y x x stats"),
-    "rms_norm": ("x y rstd", "y x x rstd"),
-    "rms_norm-added": ("x residual y rstd", "y x x rstd"),
-    "linear-proj": ("x weight residual y", "y x weight x weight"),  # dresidual is dy
-    "linear-fc1": ("x weight y y", "y x weight y x weight"),  # and what the GELU took
-    "mlp": (
-        "x residual fc1_weight fc2_weight y hidden",
-        "y x hidden fc1_weight fc2_weight x fc1_weight fc2_weight",
-    ),
-    "gated_mlp": (
-        "x residual fc1_weight gate_weight fc2_weight y hidden hidden",
-        "y x hidden hidden fc1_weight gate_weight fc2_weight x fc1_weight gate_weight fc2_weight",
-    ),
-    "attention": ("qkv y lse", "qkv y y lse qkv"),
-    "varlen_attention": ("qkv y lse", "qkv y y lse qkv"),
-    "rope": ("q k cos sin q k", "q k cos sin q k"),
-    "rope-layer_norm": ("q k cos sin q k", "q k cos sin q k q k"),
-    "rope-learnt": ("q k cos sin q k", "q k cos sin q k q k cos sin"),
-    "patch_embed": ("images weight pos_embed y", "images weight pos_embed y"),
-}
-
-
 def sizes(op, shape, dtype):
     """Bytes by name, of the tensors themselves."""
     inputs = given(op, shape, DTYPES.get(dtype, torch.float32))
@@ -134,7 +87,7 @@ def sizes(op, shape, dtype):
     rows = given(op, shape)["qkv"].shape[0] if op.name == "varlen_attention" else shape.B * shape.T
     norms = math.prod(inputs["x"].shape[:-1]) if op.name.endswith("norm") else rows
     size = y.element_size()
-    found |= {"stats": 8 * norms, "rstd": 4 * norms, "lse": 4 * rows * shape.H}
+    found |= {"mean": 4 * norms, "rstd": 4 * norms, "lse": 4 * rows * shape.H}
     found |= {"hidden": rows * shape.F * size}
     return {"gate_weight": 0, **found}  # packed: fc1_weight has both
 
@@ -145,12 +98,9 @@ def test_bytes_are_those_of_the_tensors(name, variant, dtype):
     op, shape = OPS[name], shape_of(name, variant)
     if dtype not in op.dtypes:
         return
-    size = sizes(op, shape, dtype)
-    moved = MOVED.get(f"{name}-{variant}") or MOVED[name]
+    size, moved = sizes(op, shape, dtype), op.moved.get(variant) or op.moved[""]
     for mode, names in zip(("fwd", "bwd"), moved, strict=True):
-        wanted = sum(size[n] for n in names.split())
-        if name == "gated_mlp" and variant == "norm":
-            wanted += size["stats"]
+        wanted = sum(size.get(n) or size[n.removeprefix("d")] for n in names.split())
         assert op.bytes(shape, dtype, mode) == wanted, mode
 
 
