@@ -17,7 +17,7 @@ from bench_stand_ins import (
 )
 
 import fastvit_kernels as fk
-from bench import measure, report
+from bench import measure
 from bench.measure import measure_op
 from bench.ops import OPS, SEARCH, Draw, Provider, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
@@ -70,17 +70,6 @@ def with_provider(op, provider):
     return with_providers(op, lambda shape, dtype: [*op.providers(shape, dtype), provider])
 
 
-def test_the_gate_closes_on_a_broken_provider():
-    op = with_provider(OPS["layer_norm"], broken())
-    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
-    row = rows["broken"]
-    assert row.status == FAILED and row.note.startswith("2x rule: out")
-    assert row.speedup is None and row.ms == 1.0
-    assert rows["eager"].status == OK
-    assert bad_rows([row]) == [row] and not bad_rows([rows["eager"]])
-    assert report.case_lines([row])[0][-1] == "FAILED: broken"
-
-
 class Scaled(torch.autograd.Function):
     """The identity, with a gradient of 1.01."""
 
@@ -116,6 +105,9 @@ def test_a_forward_alone_is_held_against_float64():
     op = with_provider(OPS["layer_norm"], replace(broken(), backward=False))
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
     assert rows["broken"].status == FAILED and rows["eager"].status == OK
+    assert rows["broken"].ms == 1.0 and rows["broken"].speedup is None
+    peers_error = replace(rows["eager"], status=ERROR)
+    assert bad_rows([*rows.values(), peers_error]) == [rows["broken"]]
 
 
 def test_a_mode_times_what_it_says(monkeypatch):
@@ -178,21 +170,6 @@ def test_what_took_pytorchs_path_is_not_ours():
     assert rows["ours"].status == rows["eager"].status == OK
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no kernel"), torch.OutOfMemoryError("full")])
-def test_a_provider_that_raises_leaves_the_others(error):
-    def raises(**inputs):
-        raise error
-
-    op = with_provider(OPS["layer_norm"], plain("raises", raises))
-    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("raises",), bench())}
-    assert rows["eager"].status == OK
-    wanted = ERROR if isinstance(error, RuntimeError) and "full" not in str(error) else None
-    assert rows["raises"].status == (wanted or "out of memory")
-    assert str(error) in rows["raises"].note and rows["raises"].ms is None
-    assert not bad_rows([rows["raises"]])  # a peer's; one of ours would count
-    assert bad_rows([Row("mlp", "ours", "", "", "", status=ERROR)])
-
-
 def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypatch):
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("float64")
@@ -204,16 +181,6 @@ def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypa
 
 def measured_roofs(timer):
     return [measure.measure_roof(roof, CPU, timer) for roof in measure.planned_roofs()]
-
-
-def test_roofs_by_stand_in(monkeypatch):
-    assert measure.COPY_BYTES == 2**30  # as docs/benchmarks.md says
-    assert all(side % 256 == 0 for side in measure.MATMUL_SIDE.values())  # whole tiles
-    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
-    found = measure.Roofs.of(measured_roofs(FakeTimer(2.0)))
-    assert found.copy_gbps == pytest.approx(2 * 2**12 / 2e-3 / 1e9)
-    assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 2e-3 / 1e12)}
 
 
 class Throttling(FakeTimer):
@@ -229,6 +196,8 @@ class Throttling(FakeTimer):
 
 
 def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
+    assert measure.COPY_BYTES == 2**30  # as docs/benchmarks.md says
+    assert all(side % 256 == 0 for side in measure.MATMUL_SIDE.values())  # whole tiles
     monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
     monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     timer = Throttling()
@@ -236,7 +205,9 @@ def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
     # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
     assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
-    assert measure.Roofs.of(list(rows.values())).matmul_tflops["bf16"] == rows["matmul"].tflops
+    found = measure.Roofs.of(rows.values())
+    assert found.copy_gbps == pytest.approx(2 * 2**12 / 1e-3 / 1e9)
+    assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 1e-3 / 1e12)}
 
 
 @pytest.mark.parametrize("method", ["sample", "capture"])
@@ -253,21 +224,6 @@ def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
         wrong = method == "sample" or mode == "graph replay"
         assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
     assert bool(measure.Roofs.of(list(rows.values())).copy_gbps) == (method == "capture")
-
-
-def test_the_roof_of_a_replay_is_of_the_graph_alone(monkeypatch):
-    replays, adds = [], []
-
-    class Counting(FakeTimer):
-        def capture(self, step):
-            step.run(None)
-            adds.append(1)
-            return lambda: replays.append(1)
-
-    monkeypatch.setattr(measure, "WARM_MS", 20.0)
-    replay = measure.planned_roofs()[-1]
-    assert measure.measure_roof(replay, CPU, Counting()).samples == measure.SAMPLES
-    assert len(replays) == 2 + 1 and len(adds) == 1  # a stand-in runs once for its samples
 
 
 def test_shares_of_the_nearer_roof():
