@@ -17,7 +17,6 @@ from bench.quick import STAGES, Stage
 from bench.rows import ERROR, OK, TIMEOUT, Row, as_csv, read_rows
 from fastvit_kernels.commands import cli
 from tests.check.__main__ import build_parser as check_parser
-from tests.check.isolated import python
 from tests.check.results_cache import ResultsCache
 
 DRIVER = Path(__file__).parent / "support" / "rehearsed.py"
@@ -60,15 +59,14 @@ def test_a_hang_is_killed_with_what_it_started(tmp_path, monkeypatch, capsys):
     program = (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = 'import time, pathlib; time.sleep(4); pathlib.Path(\"alive\").touch()'\n"
+        "child = 'import time, pathlib; time.sleep(2); pathlib.Path(\"alive\").touch()'\n"
         "subprocess.Popen([sys.executable, '-c', child])\n"
         "time.sleep(1e6)\n"
     )
     monkeypatch.chdir(tmp_path)
-    started = time.monotonic()
     status = quick.run_stage(stage("a", program), 1.5, {"out": str(tmp_path)}, tmp_path / "log")
-    assert status is None and time.monotonic() - started < 30
-    time.sleep(4)
+    assert status is None
+    time.sleep(1.5)
     assert not (tmp_path / "alive").exists()
 
 
@@ -114,9 +112,8 @@ def test_it_survives_what_goes_wrong(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PYTHONPATH", f"{root}:{DRIVER.parent}")
     monkeypatch.setenv("REHEARSAL", str(tmp_path))
     targets = ("targets", "--out", "{out}", "--resume", "--time-budget", "{seconds}")
-    check = python("tests.check", "--only", "layer_norm_and", "--dtype", "fp32")
     found = [
-        Stage("smoke", 1, check, "", needed=True),
+        stage("smoke", "", needed=True),
         Stage("targets", 4, (sys.executable, str(DRIVER), *targets), ""),
     ]
     assert run(tmp_path, found) == 1
