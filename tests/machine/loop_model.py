@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .groups import Role, has_roles, roles
 from .ptx import Ptx
 from .sass import Counts, Instruction, Loop, count, loops
 
@@ -93,14 +94,27 @@ class Region(NamedTuple):
     is_loop: bool
 
 
-def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
+class Group(NamedTuple):
+    """A group of warps with a role of its own (groups.py), and its regions."""
+
+    role: Role
+    regions: list[Region]
+
+
+def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region] | list[Group]:
     """Loops of SASS and PTX paired in order; one region where their numbers differ. Of a kernel
-    whose groups of warps have roles (Gluon) none: it is not modelled."""
-    if any(op.name.startswith("brx") for block in ptx.blocks for op in block.ops):
-        return []
-    found, ranges = loops(list(code)), ptx.loops
+    with roles those of each group of warps."""
+    if has_roles(ptx):
+        return [
+            Group(role, _regions(role.code, role.ptx, role.blocks)) for role in roles(code, ptx)
+        ]
+    return _regions(code, ptx, frozenset(range(len(ptx.blocks))))
+
+
+def _regions(code: Sequence[Instruction], ptx: Ptx, whole: frozenset[int]) -> list[Region]:
+    found, ranges = loops(list(code)), [loop for loop in ptx.loops if loop.head in whole]
     if len(found) != len(ranges):
-        return [Region(count(code), tuple(range(len(ptx.blocks))), bool(ranges))]
+        return [Region(count(code), tuple(sorted(whole)), bool(ranges))]
     inner: list[Region] = []
     taken: set[int] = set()
     addresses: set[int] = set()
@@ -111,7 +125,7 @@ def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region]:
         addresses |= {one.address for one in loop.own}
         inner.append(Region(count(loop.own), blocks, True))
     rest = [one for one in code if one.address not in addresses]
-    outside = tuple(b for b in range(len(ptx.blocks)) if b not in taken)
+    outside = tuple(b for b in sorted(whole) if b not in taken)
     return [Region(count(rest), outside, False), *inner]
 
 
@@ -138,7 +152,7 @@ class _Launch(NamedTuple):
 
 
 def work(
-    parts: Sequence[Region],
+    parts: Sequence[Region] | Sequence[Group],
     ptx: Ptx,
     arguments: Sequence[int | None],
     grid: Sequence[int],
@@ -152,12 +166,38 @@ def work(
     SASS has the instructions and PTX the branches: each class of SASS instructions in one of the
     kernel's regions is taken as often as PTX runs that class there. `trips` as for `executions`.
     """
-    if not parts:
-        return Work(dict.fromkeys(UNITS, math.nan), math.nan, 0.0, math.nan, True)
     launch = _Launch(arguments, (*grid, 1, 1)[:3], roof, num_stages, resident, trips)
-    runs, copied, guessed = _average_runs(ptx, launch)
+    found = [part for part in parts if isinstance(part, Group)]
+    if found:
+        return _side_by_side(found, ptx.num_warps, launch)
+    own = [part for part in parts if isinstance(part, Region)]
+    return _of_warps(own, ptx, launch, 0, ptx.num_warps)
+
+
+def _side_by_side(found: Sequence[Group], num_warps: int, launch: _Launch) -> Work:
+    """The work of a launch whose groups of warps run side by side, as of an average warp.
+
+    Units have the work of all groups. The chain is that of the longest that multiplies: the others
+    hide it as resident programs do, and what the loader waits for was asked for a ring earlier.
+    """
+    each = [_of_warps(own, role.ptx, launch, role.thread, role.warps) for role, own in found]
+    share = [role.warps / num_warps for role, _ in found]
+    return Work(
+        {unit: sum(n * w.cycles[unit] for n, w in zip(share, each, strict=True)) for unit in UNITS},
+        max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
+        sum(w.multiply_adds for w in each),
+        sum(w.bytes_moved for w in each),
+        any(w.guessed for w in each),
+    )
+
+
+def _of_warps(
+    parts: Sequence[Region], ptx: Ptx, launch: _Launch, thread: int, num_warps: int
+) -> Work:
+    """Of `num_warps` warps, whose branches are this thread's."""
+    runs, copied, guessed = _average_runs(ptx, launch, thread)
     chain, cycles = float(START), dict.fromkeys(UNITS, 0.0)
-    multiply_adds, bytes_moved = 0.0, ptx.num_warps * copied
+    multiply_adds, bytes_moved = 0.0, num_warps * copied
     for region in parts:
         own, spent = _of_region(region, ptx, runs, launch)
         chain += spent
@@ -168,19 +208,19 @@ def work(
                 M * N * K * n / (4 if kind == "HGMMA" else 1)
                 for kind, M, N, K, n in counts.products
             )
-            multiply_adds += runs[b] * ptx.num_warps * each
-            bytes_moved += runs[b] * (ptx.num_warps * (moved.loaded + moved.stored) + moved.bulk)
+            multiply_adds += runs[b] * num_warps * each
+            bytes_moved += runs[b] * (num_warps * (moved.loaded + moved.stored) + moved.bulk)
     return Work(cycles, chain, multiply_adds, bytes_moved, guessed)
 
 
-def _average_runs(ptx: Ptx, launch: _Launch) -> tuple[list[float], float, bool]:
+def _average_runs(ptx: Ptx, launch: _Launch, thread: int) -> tuple[list[float], float, bool]:
     """How often a program runs each block, the bytes that a warp copies, whether it is a guess."""
     x, y, z = launch.grid
     sampled = sorted({int(i * 0.6180339887 % 1.0 * x * y * z) for i in range(PROGRAMS)} | {0})
     runs, copied, guessed = [0.0] * len(ptx.blocks), 0.0, False
     for i in sampled:
         program = i % x, i // x % y, i // (x * y)
-        run = ptx.executions(launch.arguments, program, launch.grid, trips=launch.trips)
+        run = ptx.executions(launch.arguments, program, launch.grid, thread, launch.trips)
         runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
         copied += 32 * run.copied / len(sampled)
         guessed |= run.guessed
