@@ -11,11 +11,12 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate, rand
 
-from fastvit_kernels.ops.attention import launch
+from fastvit_kernels.ops.attention import configs, launch
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     DKDV_TABLE,
     DQ_TABLE,
+    FUSED_DQ,
     FWD_TABLE,
     ONE_PASS_TABLE,
     PINGPONG_BWD,
@@ -166,3 +167,28 @@ def test_pingpong_takes_packed_tensors_alone(monkeypatch):
         for call, given in ((fwd_call, layouts), (bwd_call, grads)):
             assert not call(*given).of_qkv
             assert call(*given, of_qkv=True).of_qkv == has_gluon()
+
+
+@pytest.mark.parametrize("version", [(3, 6), (3, 9)], ids=["3.6", "3.9"])
+def test_defaults_fit_by_every_triton(monkeypatch, version):
+    """By 3.9 fp32 at D = 192 took the 16-bit tile, too large for shared memory."""
+    monkeypatch.setattr(configs, "VERSION", version)
+    masks = ("none", "causal", "keys", "bool", "add", "varlen")
+    for on, dtype, D, mask in product((H100, A100), ("bf16", "fp32"), (32, 64, 80, 192), masks):
+        key = (dtype, D, 640, mask, "many")
+        for table in (FWD_TABLE, DQ_TABLE, DKDV_TABLE):
+            assert table.fits(on, table.default(on, *key), *key), (table.name, on.arch, key)
+
+
+@pytest.mark.parametrize(
+    ("D", "T", "is_default"),
+    [(128, 258, True), (96, 577, True), (80, 577, False), (136, 577, None)],
+)
+def test_five_products_of_wide_heads(monkeypatch, D, T, is_default):
+    """None: nor may it be chosen."""
+    key = _problem(64, T, 12, D, bf16, H100).key()
+    assert (FUSED_DQ in BWD_TABLE.candidates(H100, *key)) == (
+        has_gluon() and is_default is not None
+    )
+    monkeypatch.setenv("FASTVIT_KERNELS_FUSED_DQ", "1")
+    assert (BWD_TABLE.default(H100, *key) == FUSED_DQ) == (has_gluon() and bool(is_default))

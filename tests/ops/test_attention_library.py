@@ -8,6 +8,7 @@ import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from private import FakeTensorMode, set_deterministic
+from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
 from fastvit_kernels.ops.attention import configs as attention_configs, cudnn, launch
@@ -24,6 +25,7 @@ from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention
 from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention as sdpa
 from fastvit_kernels.ops.attention.varlen import varlen_attention
+from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.compat import CUDNN, FLASH, torch_sdpa
 from fastvit_kernels.runtime.configs import forced
@@ -251,3 +253,48 @@ def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
         assert _routes(on, T) == _routes(on, T, mask="causal") == [wanted] * 2
     assert _routes(on, 577, mask="add") == _routes(on, 577, fp32) == ["triton"] * 2
     assert _routes(Gpu("sm_121", 48, 99 * 1024), 4097) == ["triton"] * 2
+
+
+@pytest.mark.parametrize("op", ["attention", "sdpa"])
+def test_compiled_whole(op, took):
+    function, _, make = OPS[op]
+    compiled = torch.compile(lambda kw: function(**kw), fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (lambda kw: function(**kw), compiled):
+        inputs = make()
+        out = run(inputs)
+        leaves = [x for x in inputs.values() if x.requires_grad]
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    torch.testing.assert_close(*results)
+    assert took == ["fwd", "bwd"] * 2
+
+
+def test_library_gradient_strides(took, monkeypatch):
+    """Tokens first, whatever strides the library gives them."""
+    backward = launch.sdpa_backward
+
+    def heads_first(*arguments):
+        found = backward(*arguments)
+        assert found is not None
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found]
+
+    monkeypatch.setattr(launch, "sdpa_backward", heads_first)
+    inputs = {n: x.detach() for n, x in _separate().items()}
+    ops = torch.ops.fastvit_kernels
+    out, lse = ops.sdpa_fwd(*inputs.values(), None, None, 0.25, 0.0, False)
+    arguments = (out, *inputs.values(), out, lse, None, None, 0.25, 0.0, False)
+    torch_library.opcheck(ops.sdpa_bwd, arguments, test_utils=("test_faketensor",))
+    assert_accurate(sdpa, torch_sdpa, _separate())
+    assert took
+
+
+@pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
+def test_blackwell_num_stages(arch, monkeypatch):
+    """cp.async without a fence before tcgen05: pytorch #181248, triton #10537."""
+    monkeypatch.setattr(gemm, "INTERPRETED", False)
+    fields = (197, "add", False, "ieee")
+    for dtype, stages in ((torch.bfloat16, {1}), (torch.float32, {1, 2})):
+        problem = Gpu(arch, 148, 227 * 1024), dtype, (2, 197, 12, 64), *fields
+        split = launch.bwd_launch.__wrapped__(*problem).split
+        every = [launch.fwd_launch.__wrapped__(*problem), *split]
+        assert {each.options["num_stages"] for each in every} <= stages

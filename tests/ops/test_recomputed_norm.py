@@ -186,3 +186,30 @@ def test_recomputed_sum_of_norms_inputs_alone():
                 found.append(again is not None)
         assert found == [True, False, True]
         x.sum().backward()
+
+
+VIEWS = {
+    "turned": lambda y: y.mT,
+    "sample": lambda y: y[1:],
+    "tokens": lambda y: y[:, 1:],
+    "expanded": lambda y: y[:1].expand(B, T, C),
+    "reshaped": lambda y: y.view(B, C, T),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_recomputed_norm_saved_views(view):
+    """An op inside may save y turned, in part, or in another shape."""
+    inputs = _inputs()
+    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+
+    def gradients(low):
+        with backend("triton"):
+            y, _ = layer_norm_and_input(inputs["x"], *norm)
+            with recomputed_norm(y, inputs["x"], *norm) if low else nullcontext():
+                out = VIEWS[view](y).square()
+        upstream = rand(*out.shape, seed=9, grad=False)
+        return torch.autograd.grad(out, [inputs["x"], *norm[:2]], upstream)
+
+    for a, b in zip(gradients(low=False), gradients(low=True), strict=True):
+        assert torch.equal(a, b)

@@ -207,3 +207,9 @@ def test_sdpa_rejects_groups_that_do_not_divide():
     q, k = rand(2, 4, 3, 8), rand(2, 3, 5, 8, seed=1)
     with pytest.raises(ValueError, match="heads that divide those of query"):
         scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def test_sdpa_output_strides():
+    out = scaled_dot_product_attention(**_heads(2, 3, 8, 8, 16))
+    assert out.shape == (2, 3, 8, 16)
+    assert out.transpose(1, 2).is_contiguous()
