@@ -143,7 +143,9 @@ TOGETHER: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), TOGETHER, ids=lambda x: f"{x}"[-40:])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), TOGETHER, ids=[message for _, _, message in TOGETHER]
+)
 def test_bad_arguments_together(call, error, message):
     assert_refused(call, error, message, message)
 
