@@ -191,3 +191,12 @@ def test_qkv_bias_gradient(T, one_pass):
         (dbias,) = torch.autograd.grad(out, inputs["bias"], torch.randn_like(out))
     of_k = dbias.view(3, C)[1].abs().max()
     assert of_k == 0 if one_pass else of_k < 0.01 * dbias.abs().max()
+
+
+def test_qkv_bias_gradient_with_dropout():
+    """Dropped probabilities do not add up to 1: the bias gets the sums of dqkv itself."""
+    qkv, dout = rand(2, 20, 3, 2, 32, grad=False), rand(2, 20, 2, 32, seed=1, grad=False)
+    seed, ops = torch.tensor([5], device=DEVICE), torch.ops.fastvit_kernels
+    out, lse = ops.attention_fwd(qkv, seed, 0.2, 0.5)
+    dqkv, dbias = ops.attention_and_bias_bwd(dout, qkv, out, lse, seed, 0.2, 0.5, fp32)
+    torch.testing.assert_close(dbias, dqkv.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)

@@ -298,3 +298,16 @@ def test_blackwell_num_stages(arch, monkeypatch):
         split = launch.bwd_launch.__wrapped__(*problem).split
         every = [launch.fwd_launch.__wrapped__(*problem), *split]
         assert {each.options["num_stages"] for each in every} <= stages
+
+
+@pytest.mark.parametrize(
+    "choice", [-1, SDPBackend.MATH.value, SDPBackend.EFFICIENT_ATTENTION.value]
+)
+def test_library_only_flash_or_cudnn(choice, monkeypatch):
+    set_deterministic(False)
+    monkeypatch.setattr(cudnn, "sdpa_choice", lambda *_, **__: choice)
+    with FakeTensorMode():
+        heads = torch.empty(2, 70, 3, 4, 64, dtype=bf16, device="cuda").unbind(2)
+        out, lse = heads[0], torch.empty(2, 4, 70, device="cuda")
+        assert cudnn.sdpa_forward(heads, 0.125, False) is None
+        assert cudnn.sdpa_backward(out, heads, out, lse, 0.125, False) is None

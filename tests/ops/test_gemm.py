@@ -7,13 +7,17 @@ import pytest
 import torch
 from numerics import assert_accurate, dtype_id, rand
 
+from fastvit_kernels.ops import linear as linear_module
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import (
     FWD_TABLE,
     GATED_TABLE,
     HIDDEN_TABLE,
     PERSISTENT,
+    SPECIALIZED,
     TMA_PAIR,
+    TMA_TILE,
+    forced_route,
 )
 from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.runtime.backend import Gpu
@@ -121,3 +125,31 @@ def test_gluon_is_a_candidate_on_hopper_alone(table):
     for gpu, dtype in itertools.product(GPUS, ("bf16", "fp16", "fp32")):
         found = {c.route for c in table.candidates(gpu, 16384, 768, 768, dtype)}
         assert ("gluon" in found) == (gpu.arch == "sm_90" and dtype != "fp32")
+
+
+HOPPER = Gpu("sm_90", 132, 227 * 1024)
+
+
+def test_gluon_has_no_epilogue_but_the_activation(monkeypatch):
+    seen, full = [], dict(residual=rand(9, 8), layer_scale=rand(8), row_scale=rand(9).sign())
+    with monkeypatch.context() as patch, forced_route("triton"):
+        patch.setattr(linear_module, "tile_plan", lambda *_, plain, **__: seen.append(plain))
+        for given in ({}, *({name: x.detach()} for name, x in full.items())):
+            linear(rand(9, 16), rand(8, 16, seed=1), activation="gelu", **given)
+    assert seen == [False, True, True, True]
+    monkeypatch.setattr(gemm, "gpu", lambda device: HOPPER)
+    monkeypatch.setattr(gemm, "INTERPRETED", False)
+    a, b = (rand(256, 64, dtype=bf16, grad=False) for _ in range(2))
+    assert gemm.tile_plan(SPECIALIZED, a, b, transposed=True).config == SPECIALIZED
+    plain = gemm.tile_plan(SPECIALIZED, a, b, transposed=True, plain=True).config
+    assert plain == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")
+
+
+def test_gluon_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FASTVIT_KERNELS_GLUON", "0")
+    has_gluon.cache_clear()
+    try:
+        assert not FWD_TABLE.fits(HOPPER, SPECIALIZED, 16384, 768, 768, "bf16")
+        assert HIDDEN_TABLE.default(HOPPER, 65536, 3072, 768, "bf16") == TMA_TILE
+    finally:
+        has_gluon.cache_clear()

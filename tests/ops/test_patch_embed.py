@@ -227,3 +227,11 @@ def test_keep_index_out_of_range():
         patch_embed(**inputs)
     with checked_values():
         patch_embed(**inputs | dict(keep=good))
+
+
+def test_patch_embed_gradients_share_no_memory():
+    """Clipping scales each in place."""
+    inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all")
+    out = patch_embed(**inputs)
+    grads = torch.autograd.grad(out, list(inputs.values()), torch.ones_like(out))
+    assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
 from products import FORMS, quiet, route
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, rms_norm_and_input
@@ -137,3 +138,28 @@ def test_grad_handoff_of_kept_samples(norm):
 def test_keep_samples_rejects(arguments, error):
     with pytest.raises(error, match=r"^keep_samples: (B|rate) must"):
         keep_samples(*arguments)
+
+
+def test_dropped_samples_are_not_read(route):
+    """NaN in them, and in their gradient, reaches no kept sample and no parameter."""
+    inputs, x, weight = _kept(FORMS["linear"]), rand(B, T, C), rand(C, seed=1)
+    samples = inputs["row_scale"]
+    dropped = [b for b in range(B) if b not in samples[:3].tolist()]
+    upstream = rand(B, T, C, seed=3, grad=False)
+    upstream[dropped] = x.data[dropped] = float("nan")
+    with fk.backend("triton"):
+        y, inputs["residual"] = layer_norm_and_input(x, weight, samples=samples)
+        out = linear(**inputs | {"x": y})
+    parameters = [weight, *(inputs[n] for n in ("weight", "bias", "layer_scale"))]
+    found = torch.autograd.grad(out, parameters, upstream)
+    assert all(t.isfinite().all() for t in (y, out[samples[:3]], *found))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_flops_are_those_of_kept_samples(form):
+    totals = []
+    for name in ("triton", "torch"):
+        with fk.backend(name), FlopCounterMode(display=False) as counter:
+            form.call(_kept(form)).square().sum().backward()
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] > 0

@@ -12,6 +12,7 @@ import torch
 from model_parity import randomise
 from numerics import DEVICE
 from tiny_calls import assert_same_bits
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
@@ -110,3 +111,17 @@ def test_checkpoint_policy_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run("matmul")
+
+
+def test_compiled():
+    """Attention's forward runs once in a compiled step, too."""
+    model = built("ours")
+    wanted = train_step(model)
+    compiled = torch.compile(
+        checkpointed(model, "attention"), fullgraph=True, backend="aot_eager_decomp_partition"
+    )
+    train_step(compiled)
+    with profile() as profiled:
+        got = train_step(compiled)
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=1e-3)
+    assert sum(ATTENTION["ours"] in e.name for e in profiled.events() or ()) == DEPTH

@@ -86,7 +86,7 @@ SIZES = [SMALL_VIT] + [
 ]
 
 
-NAMES = ("sm_80", "sm_90", "sm_120")
+NAMES = ("sm_80", "sm_90", "sm_100", "sm_120")
 GPUS = [Gpu(name, TARGETS[name].num_sms, TARGETS[name].shared_limit) for name in NAMES]
 GPUS += [Gpu("cpu", 2, 2**20)]
 
