@@ -327,8 +327,8 @@ def run_device(
         done = (future.result() for future in as_completed(submitted))
         for outcome in done if count > 1 else map(run_job, found):
             print(outcome, flush=True)
-            failed = outcome.fault is not None
-            total.update(passed=not failed, failed=failed, launches=outcome.launches)
+            failed = int(outcome.fault is not None)
+            total.update(passed=1 - failed, failed=failed, launches=outcome.launches)
     print(
         f"{total['passed']} passed, {total['failed']} failed, {total['launches']} launches, "
         f"{time.perf_counter() - began:.0f} s"
