@@ -171,6 +171,7 @@ def two_uses(kit: Kit, x: Tensor) -> Tensor:
 
 
 STRUCTURES = {
+    "k of x turned": lambda kit, x: kinds_of(kit, x, x.transpose(0, 1)),
     "over heads": heads_over,
     "view without transpose": lambda kit, x: sdpa(
         *[layer(x).view(-1, H, x.shape[1], D) for layer in (kit.q, kit.k, kit.v)]
@@ -303,6 +304,9 @@ EINSUMS = [
     ("bqhd,bkhd->bhqk", "bhqk,bqhd->bkhd"),
 ]
 WRITTEN = {
+    "floor divided": scores_of(
+        lambda kit, s, x: torch.div(s, 2, rounding_mode="floor").softmax(-1)
+    ),
     "values written to behind": written_behind,
     "no scale": scores_of(lambda kit, s, x: s.softmax(-1)),
     "two scales": scores_of(lambda kit, s, x: (s * 0.5 / 3 * 2).softmax(-1)),
@@ -410,6 +414,9 @@ HIDDEN_ROWS = {
     ),
 }
 MASKS = {
+    "filled, then negated": scores_of(
+        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -0.3).softmax(-1)
+    ),
     "learnt": masked_by(learnt),
     "learnt, one query": masked_by(lambda kit, s: learnt(kit, s)[:, :1]),
     "learnt, one head": masked_by(lambda kit, s: learnt(kit, s)[0]),

@@ -164,6 +164,7 @@ MLPS = {
     "silu in place": act("silu", inplace=True),
     "leaky of 0": act("leaky_relu", negative_slope=0.0),
     "softmax": act("softmax", dim=-1),
+    "almost quick": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(1.7 * z))),
     "quick gelu, sigmoid first": by_hidden(lambda kit, z, x: kit.fc2((1.702 * z).sigmoid() * z)),
     "quick of a double": by_hidden(lambda kit, z, x: kit.fc2(2 * z * torch.sigmoid(1.702 * z))),
     "swish": by_hidden(lambda kit, z, x: kit.fc2(z * torch.sigmoid(z))),
