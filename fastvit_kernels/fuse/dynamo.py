@@ -25,8 +25,8 @@ def guard_hooks() -> None:
 
     By default Dynamo guards no empty dict of hooks, so that a hook added after the first call never
     runs. Only the guards of the compile under way change, no setting of torch's. A hook that is in
-    `_forward_hooks_with_kwargs` is in `_forward_hooks`, too, whose guard is enough: guards are
-    what a call of a small model spends most on. Called by the backend. Gone: torch's default.
+    `_forward_hooks_with_kwargs` is in `_forward_hooks`, too, whose guard is enough: each is checked
+    at every call. Called by the backend. Gone: torch's default.
     """
     try:
         from torch._dynamo.guards import GuardBuilder
