@@ -244,6 +244,8 @@ def test_hooks_added_after_the_first_call_are_seen(regional):
     for m in (model, host):
         m.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         m.register_forward_hook(lambda module, args, out: out + 1)
+        plus = lambda module, args, kwargs, out: out + 1  # noqa: E731
+        m.blocks[0].register_forward_hook(plus, with_kwargs=True)
     assert_same(model(images()), host(images()))
     assert first <= graphs(model) <= first + 3
     assert dynamo.config.get_config_copy() == settings
