@@ -172,7 +172,9 @@ def _config_jobs(target: str, name: str) -> list[Job]:
     assert not faults, faults
     found, done = [], set()
     for place, r in enumerate(reached):
-        for config in r.configs(done):
+        for config in r.configs():
+            if (r.table, config) in done:
+                continue
             done.add((r.table, config))
             found.append(Job(target, name, "configs", f"{r.case.name}|{r.table}|{config}", place))
     return found
