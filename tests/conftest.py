@@ -96,8 +96,8 @@ def pytest_addoption(parser):
     fuzz = parser.getgroup("fuzz", "tests/ops/test_fuzz.py")
     fuzz.addoption("--fuzz-cases", type=int, default=200, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
-    scripts = parser.getgroup("scripts", "tests/test_recipes.py, tests/test_examples.py")
-    scripts.addoption("--scripts", action="store_true", help="run docs/ scripts too: minutes")
+    amount = parser.getgroup("amount", "how much of the suite runs")
+    amount.addoption("--minutes", action="store_true", help="run what takes minutes, too")
 
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
@@ -106,18 +106,15 @@ ON_THE_CPU += ("test_quick.py", "test_measure.py", "test_targets.py")
 ON_THE_CPU += ("traffic",)
 
 
-SCRIPTS = ("test_recipes.py", "test_examples.py")
-
-
 def pytest_collection_modifyitems(config, items):
     """Mark what is for the interpreter alone, and leave out what this machine cannot run."""
     has_gpu, here = torch.cuda.is_available(), Path(__file__).parent
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     on_the_cpu = pytest.mark.skip(reason="runs on the CPU: CUDA_VISIBLE_DEVICES= pytest ...")
-    scripts = pytest.mark.skip(reason="minutes; CI runs it with today's packages: pytest --scripts")
+    minutes = pytest.mark.skip(reason="minutes, so CI runs it: pytest --minutes")
     for item in items:
-        if item.path.name in SCRIPTS and not config.getoption("--scripts"):
-            item.add_marker(scripts)
+        if "minutes" in item.keywords and not config.getoption("--minutes"):
+            item.add_marker(minutes)
         needs_gpu = "gpu" in item.keywords
         if not needs_gpu and any(
             fnmatch(item.path.relative_to(here).parts[0], name) for name in ON_THE_CPU

@@ -36,6 +36,7 @@ def test_every_example_is_here():
     assert {p.stem for p in (ROOT / "docs" / "examples").glob("*.py")} == set(EXAMPLES)
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_losses_are_the_hosts(name, tmp_path):
     packages, processes = EXAMPLES[name]

@@ -12,6 +12,7 @@ import pytest
 
 for _package in ("timm", "transformers", "sklearn"):
     pytest.importorskip(_package)
+pytestmark = pytest.mark.minutes
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.py"))
 # A torchvision without its compiled part imports once its operators are defined.

@@ -127,7 +127,7 @@ def run_tests(
             path.write_text(plant(fault, path.read_text()))
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
                 compiled.unlink()  # its time and size may be those of the planted file
-        arguments = ["-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        arguments = ["-q", "--minutes", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         arguments += ["-p", "no:hypothesispytest"]  # it imports for 2 s
         arguments += [*options, *(f"tests/{test}" for test in dict.fromkeys(tests))]
         process = FORK.Process(target=_run_pytest, args=(root, arguments))

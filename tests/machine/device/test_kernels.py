@@ -18,6 +18,7 @@ def device(*words):
     return python("-m", "tests.machine", "device", *words)
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_every_case_of_check(arch, number):
@@ -27,6 +28,7 @@ def test_every_case_of_check(arch, number):
     assert f"{23 - number} passed, 0 failed" in said
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("precision", ["fp16", "fp32", "tf32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_other_precisions(arch, precision):
@@ -35,12 +37,14 @@ def test_other_precisions(arch, precision):
     assert "3 passed, 0 failed" in device("--arch", arch, "--precision", precision, *cases)
 
 
+@pytest.mark.minutes
 def test_convolution_in_tf32():
     """Its gradients too: PyTorch's own products see the upper bits alone."""
     cases = "--kind", "check", "--only", "patch_embed, video"
     assert "1 passed, 0 failed" in device("--arch", "sm_90", "--precision", "tf32", *cases)
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("name", [*CASES, "bfloat16"])
 def test_gluon_kernels(name):
     """Of gluon.py; by a dtype's name a training step on the default routes."""
@@ -161,6 +165,7 @@ print("right")
 """
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize(
     "words",
     [
@@ -224,6 +229,7 @@ LEFT_OUT = {  # what leaving them out shows
 }
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("arch", LEFT_OUT)
 def test_left_out_instructions_noticed(arch):
     """Of each kind some; the rest is needless at these sizes."""
