@@ -97,6 +97,7 @@ def pytest_addoption(parser):
     fuzz.addoption("--fuzz-cases", type=int, default=200, help="how many cases are drawn")
     fuzz.addoption("--fuzz-seed", type=int, default=0, help="another seed draws other cases")
     amount = parser.getgroup("amount", "how much of the suite runs")
+    amount.addoption("--one-in", type=int, default=1, metavar="N", help="run every Nth test alone")
     amount.addoption("--minutes", action="store_true", help="run what takes minutes, too")
 
 
@@ -124,6 +125,9 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(no_gpu)
         elif has_gpu and "interpreter" in item.keywords:
             item.add_marker(on_the_cpu)
+    one_in = config.getoption("--one-in")
+    config.hook.pytest_deselected(items=[x for i, x in enumerate(items) if i % one_in])
+    items[:] = items[::one_in]
 
 
 def pytest_collection_finish(session):
