@@ -695,6 +695,13 @@ ROTATIONS = {
             )
         )(*t.chunk(2, -1))
     ),
+    "k by shifted tables": of_all(
+        lambda kit, q, k, v, cos, sin: (
+            plain(q, cos, sin),
+            plain(k, *(table[1 : 1 + k.shape[2]] for table in (kit.cos, kit.sin))),
+            v,
+        )
+    ),
     "sin for cos": by_tables(lambda cos, sin: (sin, cos)),
     "tables of heads": of_all(
         lambda kit, q, k, v, *_: (

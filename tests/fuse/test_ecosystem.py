@@ -107,6 +107,14 @@ def test_gradient_checkpointing(build, use_reentrant, regional, request):
     assert status(model).share > 0.5
 
 
+def test_save_pretrained_and_from_pretrained(tmp_path):
+    model, inputs = transformers_()
+    model, host = swapped_and_host(model.eval())
+    assert_same(model(**inputs)[0], host(**inputs)[0])
+    model.save_pretrained(tmp_path)
+    assert_same(type(host).from_pretrained(tmp_path).eval()(**inputs)[0], host(**inputs)[0])
+
+
 def test_a_checkpoint_policy_around_fused_blocks():
     model, inputs = transformers_()
     model, host = swapped_and_host(model.train(), regional=True)

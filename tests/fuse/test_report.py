@@ -160,6 +160,29 @@ def test_a_product_of_a_tensor_with_itself_is_counted():
     assert left.op == "einsum" and left.flops >= 2 * 2 * 9 * 9 * 64  # an estimate
 
 
+class OfAnother(torch.autograd.Function):
+    """As a quantised linear of another package: nothing tells that it only reads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, d):
+        return d
+
+
+class Foreign(nn.Linear):
+    def forward(self, x):
+        q = super().forward(x)
+        return OfAnother.apply(F.scaled_dot_product_attention(q, q, q))
+
+
+def test_a_reason_names_what_may_write():
+    (left,) = swap_in(Foreign(32, 32), example=torch.randn(2, 2, 9, 32)).left
+    assert left.reason == "autograd_function_apply may write to what attention keeps"
+
+
 def test_a_graph_that_is_left_whole_names_its_products(monkeypatch):
     def normalised(gm, inputs):
         raise Decline("for this test")

@@ -10,6 +10,7 @@ import pickle
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule
 
 from fastvit_kernels import backend, status, swap_in, swap_out
+from fastvit_kernels.fuse import dynamo as ours
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from tests.model_coverage.model_zoo import hf_small
 
@@ -814,6 +816,28 @@ def test_without_dynamo_the_host_runs_and_says_so(monkeypatch):
     with no_warning():
         assert_same(model(images()), host(images()))
     assert "runs its host's forward" in str(status(model)) and graphs(model) == 0
+
+
+CODE = vit.__code__  # Dynamo has compiled none of it
+INTERFACES = {  # of torch, by names that no release promises, and who asks
+    "torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT": ours.guard_hooks,
+    "torch._guards.CompileContext.current_compile_id": ours.compile_under_way,
+    "torch._dynamo.eval_frame._debug_get_cache_entry_list": partial(ours.limit_met, CODE),
+    "torch._dynamo.config.recompile_limit": partial(ours.limit_met, CODE),
+    "torch._dynamo.eval_frame.reset_code": partial(ours.forget, CODE),
+    "torch._dynamo.code_context.code_context": partial(ours.let_batch_vary, CODE, (images(),), {}),
+    "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": ours.outer_compile,
+    "torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals": (
+        ours.in_foreign_mode
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_without_an_interface_nothing_raises(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(name, raising=False)
+        assert not INTERFACES[name]()
 
 
 class Untraceable(nn.Linear):
