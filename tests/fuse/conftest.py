@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch._dynamo as dynamo
+from private import spare_dynamo_its_logs
 
 from fastvit_kernels import backend
+
+spare_dynamo_its_logs()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Host:
     module: Callable[[], nn.Module] | None = None  # instead of a Kit and `forward`
 
     def build(self) -> nn.Module:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         module = Kit(self.forward) if self.module is None else self.module()
         module = module.to(self.dtype).train(self.train)
         self.prepare(module)
@@ -75,7 +75,7 @@ def table(prefix: str, forwards: dict[str, Callable[..., Any]], **how: Any) -> l
 
 def observe(host: Host, module: nn.Module, call: Callable[..., Any]) -> Facts:
     """What is to be seen of a host's calls."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     facts: Facts = {}
     for i in range(host.calls):
         if i:

@@ -22,7 +22,7 @@ def step(call, module, inputs, autocast=False, seed=0):
     inputs = [x.detach().clone(memory_format=torch.preserve_format) for x in inputs]
     for x in inputs:
         x.requires_grad_(x.is_floating_point())
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         results = tree_leaves(call(*inputs))
     results = [x for x in results if isinstance(x, torch.Tensor)]

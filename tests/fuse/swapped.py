@@ -19,7 +19,7 @@ VIT = dict(img_size=32, patch_size=16, embed_dim=64, num_heads=2, num_classes=10
 def vit(depth=2, **settings):
     from timm.models.vision_transformer import VisionTransformer
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return VisionTransformer(depth=depth, **{**VIT, **settings})
 
 
@@ -44,7 +44,7 @@ def assert_same_step(model, host, x=None, seed=0):
     results = []
     for m in (model, host):
         m.zero_grad()
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         y = m(x)
         y.square().mean().backward()
         results.append((y.detach(), [p.grad for p in m.parameters()]))

@@ -75,3 +75,14 @@ def compiler_with(partition: Callable[..., Any]) -> Any:
         return partition(min_cut_rematerialization_partition, joint, inputs, **options)
 
     return aot_autograd(fw_compiler=nop, bw_compiler=nop, partition_fn=partition_fn)
+
+
+def spare_dynamo_its_logs() -> None:
+    """pytest hands its handlers to each logger that does not propagate, torch's trace among them,
+    which then formats what nobody reads; and Dynamo times each new graph's guards: a sixth."""
+    trace: Any = pkgutil.resolve_name("torch._logging._internal:trace_log")
+    trace.handlers.clear()
+    trace.addHandler = lambda handler: None
+    guards: Any = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *arguments: 0.0
