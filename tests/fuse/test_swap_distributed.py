@@ -20,11 +20,6 @@ def ddp(model, swap):
     return torch.nn.parallel.DistributedDataParallel(model)
 
 
-def ddp_regional(model, swap):
-    swap(model, regional=True)
-    return torch.nn.parallel.DistributedDataParallel(model)
-
-
 def shard(model):
     from torch.distributed.fsdp import fully_shard
 
@@ -57,7 +52,7 @@ def shard_checkpointed(model, swap):
     return shard(model)
 
 
-WAYS = [ddp, ddp_regional, swap_then_shard, shard_then_swap, shard_checkpointed]
+WAYS = [ddp, swap_then_shard, shard_then_swap, shard_checkpointed]
 
 
 def grads_of(model):

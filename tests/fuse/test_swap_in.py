@@ -298,9 +298,6 @@ def test_blocks_of_nine_rates_are_nine_graphs():
     with no_warning():
         assert_same_step(model, host)
     assert graphs(model) == 9 and not status(model).limits
-    with no_warning():
-        assert_same_step(model.eval(), host.eval())
-    assert graphs(model) == 18
 
 
 def test_blocks_of_several_sizes_stay_static():
