@@ -118,6 +118,7 @@ assert launched == ahead, (len(launched), len(ahead), len(launched & ahead))
 """
 
 
+@pytest.mark.minutes
 def test_aot_cache_keys_equal_launches():
     python("-c", LAUNCHES, "__main__:ours")
 

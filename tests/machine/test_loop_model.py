@@ -92,6 +92,7 @@ print(64 * 16 * 8448**2 * 128 / timed(launch).modelled.us * 1e-6)
 """
 
 
+@pytest.mark.minutes
 def test_model_near_published_flash_attention_3():
     """FlashAttention-3 on an H100 with warp specialisation, but no products under a group's own
     softmax (arXiv:2407.08608, table 2), TFLOP/s."""
@@ -149,6 +150,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.minutes
 def test_model_near_measured_h100():
     """bench/results/h100-80gb-hbm3, by that GPU's copies and clock; ours, ViT-B."""
     measured = {
