@@ -134,7 +134,6 @@ def judge(row: Row, model: Any, inputs: Any) -> Row:
         ),
     }
     for way, run in ways.items():
-        gc.collect()  # a model's process collects nowhere else
         try:
             with patch.object(dynamo, "let_batch_vary", lambda *_: None):  # see judge_batches
                 found = run()
