@@ -1,15 +1,10 @@
 """What the package asks of torch, triton, timm and transformers by names that they do not promise.
 
-Those begin with an underscore, and this is the only file that touches them. Each entry says what it
-tells us and what stands in where no release has it any more: something public, something slower, or
-the host's own forward. No call raises because a name is gone; `MISSING` lists those that are, and a
-test wants it empty, so that we meet a release that drops one before its users do.
-
-A name is private where a part of its way from a library's module is, in an import and a string too,
-or where it is an attribute that neither this package nor Python defines. Two kinds may stand in
-other files: the dicts of every nn.Module (`_modules`, `_parameters`, `_forward_hooks`, ...), which
-pickles hold and nothing public stands for; and a method of ours that overrides a host's, as only
-the host calls it. tests/runtime/test_compat.py walks the sources and takes each name away.
+Those begin with an underscore. Each entry says what it tells us and what stands in where no release
+has it any more: something public, something slower, or the host's own forward. No call raises
+because a name is gone; `MISSING` lists those that are, and a test wants it empty, so that we meet a
+release that drops one before its users do. What Dynamo alone has is in fuse/dynamo.py, by the same
+rule.
 """
 
 from __future__ import annotations
