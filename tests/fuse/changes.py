@@ -183,19 +183,11 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
-def in_place(name: str, *args: Any) -> Callable[..., Tensor]:
-    def change(kit: Kit, t: Tensor) -> Tensor:
-        getattr(t, name)(*args)
-        return t
-
-    return change
-
-
-def on_part(part: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """A write to a view of the tensor."""
+def after(effect: Callable[[Kit, Tensor], Any]) -> Callable[..., Tensor]:
+    """The tensor, once `effect` has had it."""
 
     def change(kit: Kit, t: Tensor) -> Tensor:
-        part(t).mul_(1.5)
+        effect(kit, t)
         return t
 
     return change
@@ -216,42 +208,15 @@ def keeps_copy(kit: Kit, t: Tensor) -> Tensor:
     return seen
 
 
-def writes_copy(kit: Kit, t: Tensor) -> Tensor:
-    copy = t.clone()
-    copy.mul_(1.5)
-    return t
-
-
 def writes_contiguous(kit: Kit, t: Tensor) -> Tensor:
     c = t.contiguous()  # the tensor itself, perhaps
     c[..., :1] = 2.0
     return t
 
 
-def replaced_by_other(kit: Kit, t: Tensor) -> Tensor:
-    t.copy_(t.flip(0).clone())
-    return t
-
-
 def out_argument(kit: Kit, t: Tensor) -> Tensor:
     with torch.no_grad():
         torch.mul(t.detach(), 2.0, out=t.detach())
-    return t
-
-
-def foreach(kit: Kit, t: Tensor) -> Tensor:
-    torch._foreach_mul_([t], 1.5)
-    return t
-
-
-def hooked(kit: Kit, t: Tensor) -> Tensor:
-    if t.requires_grad:
-        t.register_hook(lambda g: g * 2)
-    return t
-
-
-def noted(kit: Kit, t: Tensor) -> Tensor:
-    kit.seen = t
     return t
 
 
@@ -283,37 +248,27 @@ def looked_up(kit: Kit, t: Tensor) -> Tensor:
     return t
 
 
-def broken(kit: Kit, t: Tensor) -> Tensor:
-    torch._dynamo.graph_break()
-    return t
+def no_autocast() -> Any:
+    return torch.autocast("cpu", enabled=False)
 
 
-def detached_write(kit: Kit, t: Tensor) -> Tensor:
-    t.detach().mul_(1.5)
-    return t
+def bf16() -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
 
-
-def drawn(kit: Kit, t: Tensor) -> Tensor:
-    torch.rand(3)
-    return t
-
-
-no_autocast = lambda: torch.autocast("cpu", enabled=False)  # noqa: E731
-bf16 = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
 
 CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     # writes
-    "mul_": in_place("mul_", 1.5),
-    "clamp_": in_place("clamp_", -0.2, 0.2),
+    "mul_": after(lambda kit, t: t.mul_(1.5)),
+    "clamp_": after(lambda kit, t: t.clamp_(-0.2, 0.2)),
     "F.dropout in place": lambda kit, t: F.dropout(t, 0.4, True, True),
-    "foreach": foreach,
-    "copy_": replaced_by_other,
-    "a column": on_part(lambda t: t[..., :3]),
-    "a row of a view": on_part(lambda t: t.transpose(0, 1)[1:]),
-    "through detach": detached_write,
+    "foreach": after(lambda kit, t: torch._foreach_mul_([t], 1.5)),
+    "copy_": after(lambda kit, t: t.copy_(t.flip(0).clone())),
+    "a column": after(lambda kit, t: t[..., :3].mul_(1.5)),
+    "a row of a view": after(lambda kit, t: t.transpose(0, 1)[1:].mul_(1.5)),
+    "through detach": after(lambda kit, t: t.detach().mul_(1.5)),
     "out=": out_argument,
     "the copy later": keeps_copy,
-    "a copy": writes_copy,
+    "a copy": after(lambda kit, t: t.clone().mul_(1.5)),
     "what is contiguous": writes_contiguous,
     # views and gradients
     "detach": lambda kit, t: t.detach(),
@@ -371,16 +326,16 @@ CHANGES: dict[str, Callable[[Kit, Tensor], Tensor]] = {
     "dropout idle": lambda kit, t: F.dropout(t, 0.5, False),
     "dropout of 0": lambda kit, t: F.dropout(t, 0.0),
     "noise": lambda kit, t: t + torch.randn_like(t) * 0.1,
-    "a draw aside": drawn,
+    "a draw aside": after(lambda kit, t: torch.rand(3)),
     # effects
-    "hook": hooked,
-    "noted": noted,
+    "hook": after(lambda kit, t: t.requires_grad and t.register_hook(lambda g: g * 2)),
+    "noted": after(lambda kit, t: setattr(kit, "seen", t)),
     "running, used": running_used,
     "counted": counted,
     "asserted": asserted,
     "checked": checked,
     "decided by values": looked_up,
-    "graph break": broken,
+    "graph break": after(lambda kit, t: torch._dynamo.graph_break()),
     # wrappers
     "checkpoint": lambda kit, t: torch.utils.checkpoint.checkpoint(
         lambda u: u * 1.5, t, use_reentrant=False

@@ -91,6 +91,16 @@ def separate(kit: Kit, x: Tensor) -> tuple[Tensor, ...]:
     return split(kit.q(x)), split(kit.k(x)), split(kit.v(x))
 
 
+def five(kit: Kit, x: Tensor) -> Tensor:
+    """One product as (B, T, 3, H, D)."""
+    return kit.qkv(x).reshape(*x.shape[:2], 3, H, D)
+
+
+def of_packed(how: Callable[..., Any]) -> Callable[..., Any]:
+    """A host of what `how` makes of (kit, q, k, v)."""
+    return lambda kit, x: how(kit, *packed(kit, x))
+
+
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
     scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     return (scores if mask is None else scores + mask).softmax(-1) @ v

@@ -18,6 +18,7 @@ from tests.fuse.kit import (
     H,
     Kit,
     join,
+    of_packed,
     packed,
     rotate_half,
     rotate_pairs,
@@ -96,10 +97,8 @@ OPERANDS = {
     "first queries alone": by(lambda kit, t: t[:, :, :1], same, same),
     "narrow values": by(same, same, lambda kit, t: torch.cat((t[..., :4], t[..., :4]), -1)),
     "half of the head": by(*[lambda kit, t: t[..., :4]] * 2, same),
-    "normed q, k": by(lambda kit, t: kit.qn(t), lambda kit, t: kit.kn(t), same),
     "normed v": by(same, same, lambda kit, t: kit.qn(t)),
     "l2 normed": by(*[lambda kit, t: F.normalize(t, dim=-1)] * 2, same),
-    "causal": by(same, same, same, is_causal=True),
     "negative scale": by(same, same, same, scale=-0.3),
     "scale of 0": by(same, same, same, scale=0.0),
     "scale of nan": by(same, same, same, scale=math.nan),
@@ -112,17 +111,6 @@ OPERANDS = {
 }
 
 
-def heads_over(kit: Kit, x: Tensor) -> Tensor:
-    """Attention over the heads of each token."""
-    return sdpa(*[layer(x).view(*x.shape[:2], H, D) for layer in (kit.q, kit.k, kit.v)])
-
-
-def three_axes(kit: Kit, x: Tensor) -> Tensor:
-    q, k, v = (t.flatten(0, 1) for t in separate(kit, x))
-    o = torch.bmm((torch.bmm(q, k.transpose(1, 2)) * D**-0.5).softmax(-1), v)
-    return kit.o(join(o.view(x.shape[0], H, -1, D)))
-
-
 def baddbmm(beta: float, alpha: float) -> Callable[..., Tensor]:
     def forward(kit: Kit, x: Tensor) -> Tensor:
         q, k, v = (t.flatten(0, 1) for t in separate(kit, x))
@@ -131,12 +119,6 @@ def baddbmm(beta: float, alpha: float) -> Callable[..., Tensor]:
         return torch.bmm(w, v)
 
     return forward
-
-
-def cross(kit: Kit, x: Tensor) -> Tensor:
-    q, k, v = separate(kit, x)
-    _, k, v = separate(kit, x.flip(1) * 2)
-    return join(sdpa(q, k, v))
 
 
 def kinds_of(kit: Kit, x: Tensor, other: Tensor) -> Tensor:
@@ -172,7 +154,9 @@ def two_uses(kit: Kit, x: Tensor) -> Tensor:
 
 STRUCTURES = {
     "k of x turned": lambda kit, x: kinds_of(kit, x, x.transpose(0, 1)),
-    "over heads": heads_over,
+    "over heads": lambda kit, x: sdpa(
+        *[layer(x).view(*x.shape[:2], H, D) for layer in (kit.q, kit.k, kit.v)]
+    ),
     "view without transpose": lambda kit, x: sdpa(
         *[layer(x).view(-1, H, x.shape[1], D) for layer in (kit.q, kit.k, kit.v)]
     ),
@@ -195,7 +179,6 @@ STRUCTURES = {
     "a computed weight": lambda kit, x: join(
         sdpa(*map(split, F.linear(x, kit.qkv.weight * 2, kit.qkv.bias + 1).chunk(3, -1)))
     ),
-    "one layer thrice": lambda kit, x: join(sdpa(*[split(kit.q(x))] * 3)),
     "k is v": lambda kit, x: join(sdpa(split(kit.q(x)), split(kit.k(x)), split(kit.k(x)))),
     "v before k in one product": lambda kit, x: join(
         sdpa(split(kit.q(x)), *map(split, kit.fc1(x).chunk(2, -1)[::-1]))
@@ -203,7 +186,6 @@ STRUCTURES = {
     "one product for q and k": lambda kit, x: join(
         sdpa(*map(split, kit.fc1(x).chunk(2, -1)), split(kit.v(x)))
     ),
-    "cross attention": cross,
     "q of a constant": lambda kit, x: join(
         sdpa(split(kit.q(kit.cls.expand_as(x))), *separate(kit, x)[1:])
     ),
@@ -225,7 +207,6 @@ STRUCTURES = {
     "a norm written between": lambda kit, x: written_between(kit, kit.rms(x), lambda t: t),
     "heads of a product, written to": lambda kit, x: softmax_attention(*packed(kit, x)).mul_(2),
     "q read twice": two_uses,
-    "three axes": three_axes,
     "three axes, sdpa": lambda kit, x: sdpa(*[t.flatten(0, 1) for t in separate(kit, x)]),
     "two axes, sdpa": lambda kit, x: sdpa(kit.q(x)[0], kit.k(x)[0], kit.v(x)[0]),
     "one head": lambda kit, x: sdpa(kit.q(x), kit.k(x), kit.v(x)),
@@ -248,23 +229,30 @@ STRUCTURES = {
         .flatten(1),
         kit.o.weight,
     ),
-    "queries and keys swapped": lambda kit, x: (lambda q, k, v: join(sdpa(k, q, v)))(
-        *packed(kit, x)
-    ),
 }
 
 
 # Written out ----------------------------------------------------------------------------------
 
 
-def scores_of(how: Callable[..., Tensor], operands: Callable[..., Any] = packed) -> Any:
+def scores_of(how: Callable[..., Tensor]) -> Any:
     """softmax and product with the values of what `how` makes of (kit, scores, x)."""
 
     def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = operands(kit, x)
+        q, k, v = packed(kit, x)
         return kit.o(join(how(kit, q @ k.transpose(-2, -1), x) @ v))
 
     return forward
+
+
+def softmax_of(change: Callable[..., Tensor]) -> Any:
+    """The softmax of scores that `change` makes of (kit, scores, x)."""
+    return scores_of(lambda kit, s, x: change(kit, s, x).softmax(-1))
+
+
+def of_scores(change: Callable[..., Tensor]) -> Any:
+    """As `softmax_of`, of scores that are scaled before."""
+    return softmax_of(lambda kit, s, x: change(kit, s * D**-0.5, x))
 
 
 def weights_of(how: Callable[..., Tensor]) -> Any:
@@ -272,7 +260,7 @@ def weights_of(how: Callable[..., Tensor]) -> Any:
 
 
 def masked_by(make: Callable[..., Any]) -> Any:
-    return scores_of(lambda kit, s, x: (s * D**-0.5 + make(kit, s)).softmax(-1))
+    return of_scores(lambda kit, s, x: s + make(kit, s))
 
 
 def written_behind(kit: Kit, x: Tensor) -> Tensor:
@@ -304,44 +292,29 @@ EINSUMS = [
     ("bqhd,bkhd->bhqk", "bhqk,bqhd->bkhd"),
 ]
 WRITTEN = {
-    "floor divided": scores_of(
-        lambda kit, s, x: torch.div(s, 2, rounding_mode="floor").softmax(-1)
-    ),
+    "floor divided": softmax_of(lambda kit, s, x: torch.div(s, 2, rounding_mode="floor")),
     "values written to behind": written_behind,
-    "no scale": scores_of(lambda kit, s, x: s.softmax(-1)),
-    "two scales": scores_of(lambda kit, s, x: (s * 0.5 / 3 * 2).softmax(-1)),
-    "over a negative": scores_of(lambda kit, s, x: (s / -2).softmax(-1)),
+    "no scale": softmax_of(lambda kit, s, x: s),
+    "two scales": softmax_of(lambda kit, s, x: s * 0.5 / 3 * 2),
+    "over a negative": softmax_of(lambda kit, s, x: s / -2),
     "queries' softmax": scores_of(lambda kit, s, x: (s * D**-0.5).softmax(-2)),
     "log_softmax": scores_of(lambda kit, s, x: (s * D**-0.5).log_softmax(-1)),
-    "sigmoid": scores_of(lambda kit, s, x: (s * D**-0.5).sigmoid()),
     "softmax by hand": scores_of(
         lambda kit, s, x: (lambda e: e / e.sum(-1, keepdim=True))(
             (s - s.amax(-1, keepdim=True)).exp()
         )
     ),
-    "temperature": scores_of(lambda kit, s, x: (s * kit.per_head).softmax(-1)),
-    "temperature below": scores_of(lambda kit, s, x: (s / kit.per_head).softmax(-1)),
-    "temperature by query": scores_of(
-        lambda kit, s, x: (s * kit.table[:, : s.shape[2], :1]).softmax(-1)
-    ),
-    "temperature by key": scores_of(
-        lambda kit, s, x: (s * kit.table[:, :1, : s.shape[2]]).softmax(-1)
-    ),
-    "temperature by batch": scores_of(
-        lambda kit, s, x: (s * x.detach()[:, :1, :1, None].abs()).softmax(-1)
-    ),
-    "talking heads": scores_of(
-        lambda kit, s, x: torch.einsum("bhts,hg->bgts", s, kit.table[0, :4, :4]).softmax(-1)
+    "temperature below": softmax_of(lambda kit, s, x: s / kit.per_head),
+    "temperature by query": softmax_of(lambda kit, s, x: s * kit.table[:, : s.shape[2], :1]),
+    "temperature by key": softmax_of(lambda kit, s, x: s * kit.table[:, :1, : s.shape[2]]),
+    "temperature by batch": softmax_of(lambda kit, s, x: s * x.detach()[:, :1, :1, None].abs()),
+    "talking heads": softmax_of(
+        lambda kit, s, x: torch.einsum("bhts,hg->bgts", s, kit.table[0, :4, :4])
     ),
     "talking after": weights_of(
         lambda kit, w: torch.einsum("bhts,hg->bgts", w, kit.table[0, :4, :4])
     ),
-    "scaled before a mask": scores_of(
-        lambda kit, s, x: ((s + kit.table[:, : s.shape[2], : s.shape[2]]) * D**-0.5).softmax(-1)
-    ),
-    "weights returned": lambda kit, x: (
-        lambda q, k, v: (lambda w: (w @ v, w))((q @ k.transpose(-2, -1)).softmax(-1))
-    )(*packed(kit, x)),
+    "scaled before a mask": softmax_of(lambda kit, s, x: (s + learnt(kit, s)) * D**-0.5),
     "weights noted": weights_of(lambda kit, w: (setattr(kit, "map", w), w)[1]),
     "weights masked": weights_of(lambda kit, w: w * (w > 0.1)),
     "weights renormalised": weights_of(lambda kit, w: w / (w.sum(-2, keepdim=True) + 1e-6)),
@@ -350,21 +323,16 @@ WRITTEN = {
     "weights dropped twice": weights_of(lambda kit, w: F.dropout(F.dropout(w, 0.3), 0.3)),
     "weights dropped in place": weights_of(lambda kit, w: F.dropout(w, 0.3, True, True)),
     "heads dropped": weights_of(lambda kit, w: F.dropout2d(w, 0.5)),
-    "scores dropped": scores_of(lambda kit, s, x: F.dropout(s, 0.3).softmax(-1)),
+    "scores dropped": softmax_of(lambda kit, s, x: F.dropout(s, 0.3)),
     "draw between": weights_of(lambda kit, w: (torch.rand(2), F.dropout(w, 0.3), torch.rand(2))[1]),
     "weights clamped": weights_of(lambda kit, w: w.clamp(0.05, 0.5)),
-    "scores tanh": scores_of(lambda kit, s, x: (20 * torch.tanh(s / 20)).softmax(-1)),
-    "keys of a view": lambda kit, x: (
-        lambda q, k, v: (q @ k.reshape(*k.shape[:2], D, -1)).softmax(-1) @ v
-    )(*packed(kit, x)),
-    "keys not turned": lambda kit, x: (
-        lambda q, k, v: (q.transpose(-2, -1) @ k).softmax(-1) @ v.transpose(-2, -1)
-    )(*packed(kit, x)),
-    "values turned": lambda kit, x: (
-        lambda q, k, v: (v.transpose(-2, -1) @ (q @ k.transpose(-2, -1)).softmax(-1)).transpose(
-            -2, -1
-        )
-    )(*packed(kit, x)),
+    "keys of a view": of_packed(
+        lambda kit, q, k, v: (q @ k.reshape(*k.shape[:2], D, -1)).softmax(-1) @ v
+    ),
+    "keys not turned": of_packed(
+        lambda kit, q, k, v: (q.transpose(-2, -1) @ k).softmax(-1) @ v.transpose(-2, -1)
+    ),
+    "values turned": of_packed(lambda kit, q, k, v: (v.mT @ (q @ k.mT).softmax(-1)).mT),
     "softmax in float32": scores_of(
         lambda kit, s, x: s.softmax(-1, dtype=torch.float32).to(s.dtype)
     ),
@@ -378,6 +346,11 @@ WRITTEN = {
 
 # made here: in a forward, a generator would end the graph between the scores and their mask
 HIDES = torch.rand((16, 16), generator=torch.Generator().manual_seed(2)) < 0.4
+
+
+def by_tokens(x: Tensor) -> Tensor:
+    """A mask of keys, by their first column."""
+    return (x[:, :, 0] > 0)[:, None, None]
 
 
 def some_hidden(kit: Kit, s: Tensor) -> Tensor:
@@ -397,7 +370,11 @@ def learnt(kit: Kit, s: Tensor) -> Tensor:
 
 
 def filled(value: float, hidden: Callable[..., Tensor] = some_hidden) -> Any:
-    return scores_of(lambda kit, s, x: s.masked_fill(hidden(kit, s), value).softmax(-1))
+    return softmax_of(lambda kit, s, x: s.masked_fill(hidden(kit, s), value))
+
+
+def hide(kit: Kit, s: Tensor) -> Tensor:
+    return s.masked_fill(some_hidden(kit, s), -INF)
 
 
 def infinite(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -408,16 +385,11 @@ def infinite(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # queries and keys get it, too.
 HIDDEN_ROWS = {
     "filled, a whole row": filled(-INF, all_of_a_row),
-    "where not": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF).softmax(-1)),
-    "where, whole row": scores_of(
-        lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s).softmax(-1)
-    ),
+    "where not": softmax_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF)),
+    "where, whole row": softmax_of(lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s)),
 }
 MASKS = {
-    "filled, then negated": scores_of(
-        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -0.3).softmax(-1)
-    ),
-    "learnt": masked_by(learnt),
+    "filled, then negated": softmax_of(lambda kit, s, x: hide(kit, s) * -0.3),
     "learnt, one query": masked_by(lambda kit, s: learnt(kit, s)[:, :1]),
     "learnt, one head": masked_by(lambda kit, s: learnt(kit, s)[0]),
     "learnt, a vector": masked_by(lambda kit, s: learnt(kit, s)[0, 0]),
@@ -425,96 +397,63 @@ MASKS = {
     "by batch": masked_by(lambda kit, s: learnt(kit, s)[:, None, None, 0]),
     "float32 added": masked_by(lambda kit, s: learnt(kit, s).float()),
     "bool added": masked_by(some_hidden),
-    "subtracted": scores_of(lambda kit, s, x: (s - learnt(kit, s)).softmax(-1)),
-    "subtracted from": scores_of(lambda kit, s, x: (learnt(kit, s) - s).softmax(-1)),
-    "alpha": scores_of(lambda kit, s, x: torch.add(s, learnt(kit, s), alpha=2).softmax(-1)),
-    "multiplied": scores_of(lambda kit, s, x: (s * learnt(kit, s)).softmax(-1)),
+    "subtracted": softmax_of(lambda kit, s, x: s - learnt(kit, s)),
+    "subtracted from": softmax_of(lambda kit, s, x: learnt(kit, s) - s),
+    "alpha": softmax_of(lambda kit, s, x: torch.add(s, learnt(kit, s), alpha=2)),
+    "multiplied": softmax_of(lambda kit, s, x: s * learnt(kit, s)),
     "-inf": masked_by(infinite(some_hidden)),
     "-inf in a whole row": masked_by(infinite(all_of_a_row)),
     "-inf everywhere": masked_by(lambda kit, s: torch.full(s.shape[-2:], -INF, dtype=s.dtype)),
     "+inf": masked_by(lambda kit, s: -infinite(some_hidden)(kit, s)),
     "nan": masked_by(lambda kit, s: infinite(some_hidden)(kit, s) * 0),
     "-1e9": masked_by(lambda kit, s: some_hidden(kit, s) * -1e9),
-    "of inputs": scores_of(
-        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, None], -INF).softmax(-1)
+    "of inputs": softmax_of(lambda kit, s, x: s.masked_fill(by_tokens(x), -INF)),
+    "of inputs, row": softmax_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, :, None], -INF)
     ),
-    "of inputs, row": scores_of(
-        lambda kit, s, x: s.masked_fill((x[:, :, 0] > 0)[:, None, :, None], -INF).softmax(-1)
+    "of inputs, all": softmax_of(
+        lambda kit, s, x: s.masked_fill((x[:, :, 0] > -99)[:, None, None], -INF)
     ),
-    "of inputs, all": scores_of(
-        lambda kit, s, x: s.masked_fill((x[:, :, 0] > -99)[:, None, None], -INF).softmax(-1)
-    ),
-    "of a buffer": scores_of(
-        lambda kit, s, x: s.masked_fill(kit.cos[:4, :4] > 0, -INF).softmax(-1)
-    ),
+    "of a buffer": softmax_of(lambda kit, s, x: s.masked_fill(kit.cos[:4, :4] > 0, -INF)),
     "filled": filled(-INF),
     "filled, inf": filled(INF),
     "filled, nan": filled(math.nan),
     "filled, finite": filled(-1e4),
-    "filled twice": scores_of(
-        lambda kit, s, x: (
-            s.masked_fill(some_hidden(kit, s), -INF)
-            .masked_fill(some_hidden(kit, s).T, -INF)
-            .softmax(-1)
-        )
+    "filled twice": softmax_of(
+        lambda kit, s, x: hide(kit, s).masked_fill(some_hidden(kit, s).T, -INF)
     ),
     "filled after": weights_of(lambda kit, w: w.masked_fill(some_hidden(kit, w), 0.0)),
-    "filled in place": scores_of(
-        lambda kit, s, x: s.masked_fill_(some_hidden(kit, s), -INF).softmax(-1)
-    ),
     "filled and nan_to_num": scores_of(
         lambda kit, s, x: s.masked_fill(all_of_a_row(kit, s), -INF).softmax(-1).nan_to_num(0.0)
     ),
-    "filled, then learnt": scores_of(
-        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) + learnt(kit, s)).softmax(-1)
+    "filled, then learnt": softmax_of(lambda kit, s, x: hide(kit, s) + learnt(kit, s)),
+    "learnt, then filled": softmax_of(lambda kit, s, x: hide(kit, s + learnt(kit, s))),
+    "filled, then scaled": softmax_of(lambda kit, s, x: hide(kit, s) * 0.3),
+    "filled, then negated by head": softmax_of(lambda kit, s, x: hide(kit, s) * -kit.per_head),
+    "where, then nought by head": softmax_of(
+        lambda kit, s, x: torch.where(some_hidden(kit, s), -INF, s) * (kit.per_head * 0.0)
     ),
-    "learnt, then filled": scores_of(
-        lambda kit, s, x: (s + learnt(kit, s)).masked_fill(some_hidden(kit, s), -INF).softmax(-1)
+    "where": softmax_of(lambda kit, s, x: torch.where(some_hidden(kit, s), -INF, s)),
+    "where, finite": softmax_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -1e4)),
+    "where, inf": softmax_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, INF)),
+    "where, zeros": softmax_of(
+        lambda kit, s, x: torch.where(some_hidden(kit, s), s, torch.zeros_like(s))
     ),
-    "filled, then scaled": scores_of(
-        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * 0.3).softmax(-1)
+    "where, read elsewhere": softmax_of(
+        lambda kit, s, x: (lambda f: torch.where(some_hidden(kit, s), s, f) + f)(torch.ones_like(s))
     ),
-    "filled, then negated by head": scores_of(
-        lambda kit, s, x: (s.masked_fill(some_hidden(kit, s), -INF) * -kit.per_head).softmax(-1)
+    "where, broadcast scores": softmax_of(
+        lambda kit, s, x: torch.where(~some_hidden(kit, s)[None, None], s[:, :, :1], -INF)
     ),
-    "where, then nought by head": scores_of(
+    "tril": softmax_of(
+        lambda kit, s, x: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF)
+    ),
+    "of 5 axes": softmax_of(lambda kit, s, x: (s + learnt(kit, s)[None, None])[0]),
+    "windows": softmax_of(
         lambda kit, s, x: (
-            torch.where(some_hidden(kit, s), -INF, s) * (kit.per_head * 0.0)
-        ).softmax(-1)
-    ),
-    "where": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), -INF, s).softmax(-1)),
-    "where, finite": scores_of(
-        lambda kit, s, x: torch.where(some_hidden(kit, s), s, -1e4).softmax(-1)
-    ),
-    "where, inf": scores_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, INF).softmax(-1)),
-    "where, zeros": scores_of(
-        lambda kit, s, x: torch.where(some_hidden(kit, s), s, torch.zeros_like(s)).softmax(-1)
-    ),
-    "where, read elsewhere": scores_of(
-        lambda kit, s, x: (lambda f: torch.where(some_hidden(kit, s), s, f) + f)(
-            torch.ones_like(s)
-        ).softmax(-1)
-    ),
-    "where, broadcast scores": scores_of(
-        lambda kit, s, x: torch.where(~some_hidden(kit, s)[None, None], s[:, :, :1], -INF).softmax(
-            -1
-        )
-    ),
-    "tril": scores_of(
-        lambda kit, s, x: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -INF).softmax(
-            -1
-        )
-    ),
-    "of 5 axes": scores_of(lambda kit, s, x: (s + learnt(kit, s)[None, None])[0].softmax(-1)),
-    "windows": scores_of(
-        lambda kit, s, x: (
-            (
-                s.view(-1, 2, *s.shape[1:])
-                + torch.stack((learnt(kit, s)[0], learnt(kit, s)[1]))[None, :, None]
-            )
-            .view(s.shape)
-            .softmax(-1)
-        )
+            s.view(-1, 2, *s.shape[1:])
+            + torch.stack((learnt(kit, s)[0], learnt(kit, s)[1]))[None, :, None]
+        ).view(s.shape)
     ),
 }
 
@@ -530,7 +469,6 @@ def under_mask(make: Callable[..., Any], **how: Any) -> Any:
 
 
 SDPA_MASKS = {
-    "learnt": under_mask(learnt),
     "learnt, dropped": under_mask(learnt, dropout_p=0.3),
     "learnt, one query": under_mask(lambda kit, s: learnt(kit, s)[:, :1]),
     "learnt, a vector": under_mask(lambda kit, s: learnt(kit, s)[0, :1]),
@@ -557,15 +495,6 @@ SDPA_MASKS = {
 
 def tables(kit: Kit, t: Tensor) -> tuple[Tensor, Tensor]:
     return kit.cos[: t.shape[2]], kit.sin[: t.shape[2]]
-
-
-def each(q: Callable[..., Tensor], k: Callable[..., Tensor]) -> Any:
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        a, b, v = packed(kit, x)
-        cos, sin = tables(kit, a)
-        return join(sdpa(q(a, cos, sin), k(b, cos, sin), v))
-
-    return forward
 
 
 def plain(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -617,6 +546,20 @@ def of_a_table_that_is_written(kit: Kit, x: Tensor) -> Tensor:
     return sdpa(q, plain(k, shown.cos(), sin), v)
 
 
+def of_all(how: Callable[..., Any]) -> Any:
+    """Attention of what `how` makes of (kit, q, k, v, cos, sin)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        return join(sdpa(*how(kit, q, k, v, *tables(kit, q))))
+
+    return forward
+
+
+def each(q: Callable[..., Tensor], k: Callable[..., Tensor]) -> Any:
+    return of_all(lambda kit, a, b, v, cos, sin: (q(a, cos, sin), k(b, cos, sin), v))
+
+
 def both(turn: Callable[..., Tensor]) -> Any:
     return each(turn, turn)
 
@@ -630,25 +573,11 @@ def by_tables(make: Callable[..., Any]) -> Any:
     return both(lambda t, cos, sin: plain(t, *make(cos, sin)))
 
 
-def before_transpose(*index: Any) -> Any:
-    """Tables at `index`, while tokens stand before heads."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)
-        q, k = (plain(t, kit.cos[index], kit.sin[index]) for t in (q, k))
-        return sdpa(*(t.transpose(1, 2) for t in (q, k, v)))
-
-    return forward
-
-
-def of_all(how: Callable[..., Any]) -> Any:
-    """sdpa of what `how` makes of (kit, q, k, v, cos, sin)."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = packed(kit, x)
-        return sdpa(*how(kit, q, k, v, *tables(kit, q)))
-
-    return forward
+def before_transpose(kit: Kit, x: Tensor) -> Tensor:
+    """By tables of heads, while tokens stand before heads."""
+    q, k, v = kit.qkv(x).view(*x.shape[:2], 3, H, D).unbind(2)
+    q, k = (plain(t, kit.cos[:H], kit.sin[:H]) for t in (q, k))
+    return sdpa(*(t.transpose(1, 2) for t in (q, k, v)))
 
 
 def table_written_between(kit: Kit, x: Tensor) -> Tensor:
@@ -665,11 +594,6 @@ def turned_seen(kit: Kit, x: Tensor) -> Any:
 
 
 ROTATIONS = {
-    "halves": both(plain),
-    "pairs": partner(rotate_pairs),
-    "prefix": both(
-        lambda t, cos, sin: torch.cat((t[:, :, :1], plain(t[:, :, 1:], cos[1:], sin[1:])), 2)
-    ),
     "other sign": partner(lambda t: -rotate_half(t)),
     "no sign": partner(lambda t: torch.cat(t.chunk(2, -1)[::-1], -1)),
     "both signs": partner(lambda t: torch.cat([-u for u in t.chunk(2, -1)[::-1]], -1)),
@@ -684,7 +608,6 @@ ROTATIONS = {
     "of heads": partner(lambda t: t.roll(1, 1)),
     "partner detached": partner(lambda t: rotate_half(t.detach())),
     "parts of another sign": both(of_part(by_parts(False, -1))),
-    "complex": both(of_part(by_complex)),
     "complex, k the other way": each(
         of_part(by_complex), of_part(lambda t, cos, sin: by_complex(t, cos, -sin))
     ),
@@ -696,11 +619,7 @@ ROTATIONS = {
         )(*t.chunk(2, -1))
     ),
     "k by shifted tables": of_all(
-        lambda kit, q, k, v, cos, sin: (
-            plain(q, cos, sin),
-            plain(k, *(table[1 : 1 + k.shape[2]] for table in (kit.cos, kit.sin))),
-            v,
-        )
+        lambda kit, q, k, v, cos, sin: (plain(q, cos, sin), plain(k, kit.cos[1:5], kit.sin[1:5]), v)
     ),
     "sin for cos": by_tables(lambda cos, sin: (sin, cos)),
     "tables of heads": of_all(
@@ -777,8 +696,7 @@ ROTATIONS = {
     "before the norm": of_all(
         lambda kit, q, k, v, cos, sin: (kit.qn(plain(q, cos, sin)), kit.kn(plain(k, cos, sin)), v)
     ),
-    "before transpose": before_transpose(slice(4), None),
-    "before transpose, by head": before_transpose(slice(4)),
+    "before transpose, by head": before_transpose,
     "seen": turned_seen,
     "table written between": table_written_between,
     "of a table that is written": of_a_table_that_is_written,

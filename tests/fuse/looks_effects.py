@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 
-from tests.fuse.changes import BLOCKS
+from tests.fuse.changes import BLOCKS, bf16
 from tests.fuse.hosts import Host, table
 from tests.fuse.kit import C, D, Kit, join, packed, sdpa, seeded, softmax_attention
+from tests.fuse.looks_layers import branch
 
 SETTINGS = {"scale": 1.0}
 ENVIRONMENT = "FASTVIT_TEST_SCALE"
@@ -63,39 +66,30 @@ CHANGING: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda kit, x: x + float(os.environ[ENVIRONMENT]) * kit.o(x),
     ),
 }
-
-
-def edits() -> dict[str, Callable[[Kit], None]]:
-    """What a person does to a module between two calls."""
-    return {
-        "weight doubled": lambda kit: kit.fc1.weight.data.mul_(2),
-        "weight replaced": lambda kit: setattr(kit.fc1, "weight", nn.Parameter(kit.fc1.weight * 2)),
-        "bias taken": lambda kit: setattr(kit.fc1, "bias", None),
-        "layer replaced": lambda kit: setattr(kit, "fc1", nn.Linear(C, 64).to(kit.ls.dtype)),
-        "layer without bias": lambda kit: setattr(
-            kit, "fc1", nn.Linear(C, 64, bias=False).to(kit.ls.dtype)
-        ),
-        "frozen": lambda kit: kit.fc1.requires_grad_(False) and None,
-        "all frozen": lambda kit: kit.requires_grad_(False) and None,
-        "eval": lambda kit: kit.eval() and None,
-        "float32": lambda kit: kit.float() and None,
-        "eps": lambda kit: setattr(kit.n, "eps", 0.3),
-        "forward replaced": lambda kit: setattr(
-            kit.fc1, "forward", lambda x: F.linear(x, kit.gate.weight)
-        ),
-        "forward hook": lambda kit: (
-            kit.fc1.register_forward_hook(lambda m, a, out: out * 2) and None
-        ),
-        "pre hook": lambda kit: (
-            kit.fc1.register_forward_pre_hook(lambda m, a: (a[0] * 2,)) and None
-        ),
-        "backward hook": lambda kit: (
-            kit.fc1.register_full_backward_hook(lambda m, gi, go: None) and None
-        ),
-        "weight hook": lambda kit: kit.fc1.weight.register_hook(lambda g: g * 2) and None,
-        "state loaded": lambda kit: kit.load_state_dict(Kit(kit.host).state_dict()) and None,
-        "scale of zeros": lambda kit: kit.ls.data.zero_().sum().item() and None,
-    }
+# What a person does to a module between two calls.
+EDITS: dict[str, Callable[[Kit], Any]] = {
+    "weight doubled": lambda kit: kit.fc1.weight.data.mul_(2),
+    "weight replaced": lambda kit: setattr(kit.fc1, "weight", nn.Parameter(kit.fc1.weight * 2)),
+    "bias taken": lambda kit: setattr(kit.fc1, "bias", None),
+    "layer replaced": lambda kit: setattr(kit, "fc1", nn.Linear(C, 64).to(kit.ls.dtype)),
+    "layer without bias": lambda kit: setattr(
+        kit, "fc1", nn.Linear(C, 64, bias=False).to(kit.ls.dtype)
+    ),
+    "frozen": lambda kit: kit.fc1.requires_grad_(False),
+    "all frozen": lambda kit: kit.requires_grad_(False),
+    "eval": lambda kit: kit.eval(),
+    "float32": lambda kit: kit.float(),
+    "eps": lambda kit: setattr(kit.n, "eps", 0.3),
+    "forward replaced": lambda kit: setattr(
+        kit.fc1, "forward", lambda x: F.linear(x, kit.gate.weight)
+    ),
+    "forward hook": lambda kit: kit.fc1.register_forward_hook(lambda m, a, out: out * 2),
+    "pre hook": lambda kit: kit.fc1.register_forward_pre_hook(lambda m, a: (a[0] * 2,)),
+    "backward hook": lambda kit: kit.fc1.register_full_backward_hook(lambda m, gi, go: None),
+    "weight hook": lambda kit: kit.fc1.weight.register_hook(lambda g: g * 2),
+    "state loaded": lambda kit: kit.load_state_dict(Kit(kit.host).state_dict()),
+    "scale of zeros": lambda kit: kit.ls.data.zero_().sum().item(),
+}
 
 
 def whole(kit: Kit, x: Tensor) -> Tensor:
@@ -106,54 +100,39 @@ def whole(kit: Kit, x: Tensor) -> Tensor:
 # Hooks that are there from the start, on parts that rules would swallow -------------------------
 
 
-def hook_hosts() -> list[Host]:
-    def noting(kit: Kit) -> None:
-        kit.fc1.register_forward_hook(lambda m, a, out: setattr(kit, "seen", out.detach()))
-
-    def doubling(kit: Kit) -> None:
-        kit.fc1.register_forward_hook(lambda m, a, out: out * 2)
-
-    def clamping(kit: Kit) -> None:
-        kit.qkv.register_forward_pre_hook(lambda m, a: (a[0].clamp(-0.1, 0.1),))
-
-    def gradient(kit: Kit) -> None:
-        kit.fc1.register_full_backward_hook(lambda m, gi, go: tuple(g * 2 for g in gi))
-
-    def on_weight(kit: Kit) -> None:
-        kit.fc1.weight.register_hook(lambda g: g * 2)
-
-    def accumulated(kit: Kit) -> None:
-        kit.fc1.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
-
-    def normed(kit: Kit) -> None:
-        torch.nn.utils.parametrizations.weight_norm(kit.fc1)
-
-    def spectral(kit: Kit) -> None:
-        torch.nn.utils.parametrizations.spectral_norm(kit.fc1)
-
-    def pruned(kit: Kit) -> None:
-        torch.nn.utils.parametrize.register_parametrization(kit.fc1, "weight", Masked())
-
-    kinds = dict(locals())
-    return [Host(f"hook - {k}", whole, prepare=prepare) for k, prepare in kinds.items()]
-
-
 class Masked(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * (weight > 0)
 
 
+HOOKS: dict[str, Callable[[Kit], Any]] = {
+    "noting": lambda kit: kit.fc1.register_forward_hook(
+        lambda m, a, out: setattr(kit, "seen", out.detach())
+    ),
+    "doubling": EDITS["forward hook"],
+    "clamping": lambda kit: kit.qkv.register_forward_pre_hook(
+        lambda m, a: (a[0].clamp(-0.1, 0.1),)
+    ),
+    "gradient": lambda kit: kit.fc1.register_full_backward_hook(
+        lambda m, gi, go: tuple(g * 2 for g in gi)
+    ),
+    "on_weight": EDITS["weight hook"],
+    "accumulated": lambda kit: kit.fc1.weight.register_post_accumulate_grad_hook(
+        lambda p: p.grad.mul_(2)
+    ),
+    "normed": lambda kit: parametrizations.weight_norm(kit.fc1),
+    "spectral": lambda kit: parametrizations.spectral_norm(kit.fc1),
+    "pruned": lambda kit: register_parametrization(kit.fc1, "weight", Masked()),
+}
+
+
 # Effects ---------------------------------------------------------------------------------------
 
 
-def clamped(limit: float) -> Callable[..., Tensor]:
+def clamped(kit: Kit, x: Tensor) -> Tensor:
     """A bound that small inputs do not reach and large ones do."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = (t.clamp(-limit, limit) for t in packed(kit, x))
-        return kit.o(join(softmax_attention(q, k, v)))
-
-    return forward
+    q, k, v = (t.clamp(-8.0, 8.0) for t in packed(kit, x))
+    return kit.o(join(softmax_attention(q, k, v)))
 
 
 def overflow(kit: Kit, x: Tensor) -> Tensor:
@@ -234,18 +213,6 @@ def gradients_inside(kit: Kit, x: Tensor) -> Tensor:
     return g
 
 
-def jacobian(kit: Kit, x: Tensor) -> Tensor:
-    return torch.func.grad(lambda u: whole(kit, u).square().sum())(x)
-
-
-def mapped(kit: Kit, x: Tensor) -> Tensor:
-    return torch.func.vmap(lambda u: kit.fc2(F.gelu(kit.fc1(kit.n(u)))))(x)
-
-
-def tangent(kit: Kit, x: Tensor) -> Any:
-    return torch.func.jvp(lambda u: kit.fc2(F.gelu(kit.fc1(u))), (x,), (torch.ones_like(x),))
-
-
 def again(kit: Kit, x: Tensor) -> Tensor:
     from torch.utils.checkpoint import checkpoint
 
@@ -267,15 +234,12 @@ def generator(kit: Kit, x: Tensor) -> Tensor:
 
 
 EFFECTS = {
-    "clamp": (clamped(8.0), {}),
-    "clamp, reached": (clamped(8.0), dict(inputs=lambda: (seeded(2, 9, C) * 20,))),
-    "clamp, reached later": (
-        clamped(8.0),
-        dict(calls=2, again=lambda: (seeded(2, 9, C) * 20,)),
-    ),
+    "clamp": (clamped, {}),
+    "clamp, reached": (clamped, dict(inputs=lambda: (seeded(2, 9, C) * 20,))),
+    "clamp, reached later": (clamped, dict(calls=2, again=lambda: (seeded(2, 9, C) * 20,))),
     "overflow": (overflow, dict(dtype=torch.float16)),
     "peak": (peak, dict(calls=3)),
-    "peak, then evaluation": (peak, dict(calls=2, between=lambda kit: kit.eval() and None)),
+    "peak, then evaluation": (peak, dict(calls=2, between=EDITS["eval"])),
     "losses in a list": (listed, dict(calls=2)),
     "in a dict": (in_a_dict, {}),
     "autocast off": (autocast_off, dict(dtype=torch.float32)),
@@ -285,9 +249,12 @@ EFFECTS = {
     "asserted": (asserted, dict(calls=2, again=lambda: (seeded(2, 11, C),))),
     "refused": (refused, dict(calls=2, again=lambda: (seeded(2, 9, C) / 0,))),
     "gradients inside": (gradients_inside, {}),
-    "func.grad": (jacobian, {}),
-    "vmap": (mapped, {}),
-    "jvp": (tangent, {}),
+    "func.grad": (lambda kit, x: torch.func.grad(lambda u: whole(kit, u).square().sum())(x), {}),
+    "vmap": (lambda kit, x: torch.func.vmap(lambda u: branch(kit, kit.n(u)))(x), {}),
+    "jvp": (
+        lambda kit, x: torch.func.jvp(lambda u: branch(kit, u), (x,), (torch.ones_like(x),)),
+        {},
+    ),
     "checkpoints": (again, {}),
     "draws apart": (draws_apart, dict(calls=2)),
     "a generator": (generator, dict(calls=2)),
@@ -313,46 +280,33 @@ UNDER_AUTOCAST = {
 
 
 @contextmanager
-def saved_on_cpu():
-    with torch.autograd.graph.save_on_cpu():
-        yield
-
-
-def bf16() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-@contextmanager
 def no_grad_autocast():
     with torch.no_grad(), bf16():
         yield
 
 
+AUTOCAST: dict[str, Any] = dict(dtype=torch.float32, context=bf16, precision=torch.bfloat16)
 STATES: dict[str, dict[str, Any]] = {
     "evaluation": dict(train=False),
     "no_grad": dict(train=False, context=torch.no_grad),
     "no_grad, training": dict(context=torch.no_grad),
     "inference_mode": dict(train=False, context=torch.inference_mode, needs_grad=False),
-    "autocast": dict(dtype=torch.float32, context=bf16, precision=torch.bfloat16),
-    "autocast, no_grad": dict(
-        dtype=torch.float32, context=no_grad_autocast, precision=torch.bfloat16
-    ),
+    "autocast": AUTOCAST,
+    "autocast, no_grad": AUTOCAST | dict(context=no_grad_autocast),
     "float32": dict(dtype=torch.float32),
     "bfloat16": dict(dtype=torch.bfloat16),
     "float16": dict(dtype=torch.float16),
     "input without gradient": dict(needs_grad=False),
-    "all frozen": dict(prepare=lambda kit: kit.requires_grad_(False) and None),
-    "all frozen, no gradient": dict(
-        needs_grad=False, prepare=lambda kit: kit.requires_grad_(False) and None
-    ),
+    "all frozen": dict(prepare=EDITS["all frozen"]),
+    "all frozen, no gradient": dict(needs_grad=False, prepare=EDITS["all frozen"]),
     "weights frozen": dict(
-        prepare=lambda kit: [p.requires_grad_(p.ndim == 1) for p in kit.parameters()] and None
+        prepare=lambda kit: [p.requires_grad_(p.ndim == 1) for p in kit.parameters()]
     ),
     "vectors frozen": dict(
-        prepare=lambda kit: [p.requires_grad_(p.ndim > 1) for p in kit.parameters()] and None
+        prepare=lambda kit: [p.requires_grad_(p.ndim > 1) for p in kit.parameters()]
     ),
     "twice": dict(calls=2),
-    "saved tensors packed": dict(context=saved_on_cpu),
+    "saved tensors packed": dict(context=torch.autograd.graph.save_on_cpu),
     "anomaly mode": dict(context=torch.autograd.detect_anomaly),
     "nothing": dict(context=nullcontext),
 }
@@ -392,8 +346,7 @@ def effect_hosts() -> list[Host]:
         Host(f"changing - {name}", forward, calls=2, prepare=settings_back, between=change(what))
         for name, (what, forward) in CHANGING.items()
     ]
-    found += [Host(f"edit - {k}", whole, calls=2, between=edit) for k, edit in edits().items()]
+    found += [Host(f"edit - {k}", whole, calls=2, between=edit) for k, edit in EDITS.items()]
     found += [Host(f"effect - {k}", f, **how) for k, (f, how) in EFFECTS.items()]
-    how = dict(dtype=torch.float32, context=bf16, precision=torch.bfloat16)
-    found += table("under autocast", UNDER_AUTOCAST, **how)
-    return found + hook_hosts()
+    found += [Host(f"hook - {k}", whole, prepare=hook) for k, hook in HOOKS.items()]
+    return found + table("under autocast", UNDER_AUTOCAST, **AUTOCAST)

@@ -37,6 +37,11 @@ def rms_of_marked_copy(kit: Kit, x: Tensor) -> Tensor:
     return kit.o(copy * scale * kit.rms.weight)
 
 
+def by_rsqrt(how: Callable[..., Any]) -> Callable[..., Any]:
+    """What `how` makes of x and one over its root mean square."""
+    return lambda kit, x: how(x, torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6))
+
+
 NORMS = {
     "over two axes": lambda kit, x: F.layer_norm(x, x.shape[1:]),
     "over three axes": lambda kit, x: F.layer_norm(x, x.shape),
@@ -54,7 +59,6 @@ NORMS = {
     "of an expanded x": lambda kit, x: F.layer_norm(x[:1].expand_as(x), (C,), kit.n.weight),
     "of columns": lambda kit, x: F.layer_norm(kit.both(x)[..., ::4], (C,), kit.n.weight),
     "of channels": lambda kit, x: kit.n(x.view(-1, 4, 4, 2).permute(0, 2, 3, 1).reshape(-1, C)),
-    "of four axes": lambda kit, x: kit.n(x[:, None]),
     "of nothing": lambda kit, x: kit.o(kit.n(x[:0])).sum() + x.mean(),
     "of no tokens": lambda kit, x: kit.o(kit.n(x[:, :0])),
     "batch_norm": lambda kit, x: F.batch_norm(
@@ -82,7 +86,7 @@ NORMS = {
     "rms, a copy written to in between": rms_of_marked_copy,
     "rms of the detached": lambda kit, x: rms(x.detach(), again=x),
     "rms, detached product": lambda kit, x: rms(x, again=x.detach()),
-    "rms, rsqrt detached": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6).detach(),
+    "rms, rsqrt detached": by_rsqrt(lambda x, r: x * r.detach()),
     "rms, other axis": lambda kit, x: rms(x, dim=1),
     "rms, two axes": lambda kit, x: rms(x, dim=(1, 2)),
     "rms, cubes": lambda kit, x: rms(x.abs(), power=3),
@@ -97,26 +101,18 @@ NORMS = {
     "rms, eps a tensor": lambda kit, x: x * torch.rsqrt(x.pow(2).mean(**ROWS) + kit.per_head[0, 0]),
     "rms, eps times": lambda kit, x: x * torch.rsqrt(torch.add(x.pow(2).mean(**ROWS), 1, alpha=2)),
     "rms, negative eps written": lambda kit, x: rms(x, -1e-3),
-    "rms, rsqrt seen": lambda kit, x: (lambda r: x * r + r)(
-        torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
-    ),
-    "rms, rsqrt twice": lambda kit, x: (lambda r: (x * r) * r)(
-        torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
-    ),
-    "rms, own product": lambda kit, x: (lambda r: r * r)(torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)),
+    "rms, rsqrt seen": by_rsqrt(lambda x, r: x * r + r),
+    "rms, rsqrt twice": by_rsqrt(lambda x, r: (x * r) * r),
+    "rms, own product": by_rsqrt(lambda x, r: r * r),
     "rms, mean seen": lambda kit, x: (lambda m: (x * torch.rsqrt(m + 1e-6), m))(
         x.pow(2).mean(**ROWS)
     ),
     "rms in float32, weight after": lambda kit, x: rms(x.float()).to(x.dtype) * kit.rms.weight,
-    "rms, mean in float32": lambda kit, x: (
-        x * torch.rsqrt(x.pow(2).mean(**ROWS, dtype=torch.float32) + 1e-6)
-    ),
+    "rms, mean in float32": lambda kit, x: rms(x, dtype=torch.float32),
     "rms of nothing": lambda kit, x: rms(x[:, :0]) * kit.rms.weight,
     "rms of no columns": lambda kit, x: rms(x[..., :0]),
     "rms, then in place": lambda kit, x: rms(x).mul_(kit.rms.weight),
-    "rms, x in place": lambda kit, x: (lambda r: x.mul_(2) * r)(
-        torch.rsqrt(x.pow(2).mean(**ROWS) + 1e-6)
-    ),
+    "rms, x in place": by_rsqrt(lambda x, r: x.mul_(2) * r),
     "rms, rsqrt in place": lambda kit, x: x * x.pow(2).mean(**ROWS).add_(1e-6).rsqrt_(),
     "rms by heads": lambda kit, x: rms(x.view(*x.shape[:2], H, D)).flatten(2),
     "rms by heads, weight of all": lambda kit, x: (
@@ -215,7 +211,6 @@ MLPS = {
         kit.q.bias, x[0], kit.q.weight.t(), beta=2, alpha=0.5
     ),
     "addmm of rows": lambda kit, x: torch.addmm(x[1], x[0], kit.q.weight.t()),
-    "matmul, not turned": lambda kit, x: x @ kit.q.weight + kit.q.bias,
     "product by image": lambda kit, x: x @ kit.both.weight[:64].view(2, C, C),
     "products turned": lambda kit, x: torch.einsum("btk,nk->bnt", x, kit.q.weight),
     "products summed": lambda kit, x: torch.einsum("btk,nk->bt", x, kit.q.weight),
@@ -274,12 +269,9 @@ def keep(x: Tensor, p: float = 0.7, shape: Any = None) -> Tensor:
 
 EPILOGUES = {
     "sum": lambda kit, x: x + branch(kit, x),
-    "sum turned": lambda kit, x: branch(kit, x) + x,
     "scaled": lambda kit, x: x + kit.ls * branch(kit, x),
-    "scale last": lambda kit, x: x + branch(kit, x) * kit.ls,
     "scale of x": lambda kit, x: kit.ls * x + branch(kit, x),
     "scale of the sum": lambda kit, x: kit.ls * (x + branch(kit, x)),
-    "scale of (1, 1, C)": lambda kit, x: x + kit.cls * branch(kit, x),
     "scale a scalar": lambda kit, x: x + kit.ls[0] * branch(kit, x),
     "scale a number": lambda kit, x: x + 0.3 * branch(kit, x),
     "scale of tokens": lambda kit, x: x + kit.cos[: x.shape[1], :1] * branch(kit, x),
@@ -327,7 +319,6 @@ EPILOGUES = {
     "windows": lambda kit, x: x + branch(kit, x.flip(1)).flip(1),
     "tokens alone": lambda kit, x: torch.cat((x[:, :1], x[:, 1:] + branch(kit, x)[:, 1:]), 1),
     "drop": lambda kit, x: x + branch(kit, x) * keep(x),
-    "drop, divided": lambda kit, x: x + branch(kit, x) * keep(x).div_(0.7),
     "drop, then scaled": lambda kit, x: x + kit.ls * (branch(kit, x) * keep(x).div_(0.7)),
     "drop first": lambda kit, x: (lambda m: x + branch(kit, x) * m)(keep(x)),
     "drop of all": lambda kit, x: x + branch(kit, x) * keep(x, 0.0),
@@ -436,7 +427,6 @@ def positions_written(kit: Kit, x: Tensor) -> Tensor:
 
 
 PATCHES = {
-    "as it is": patches,
     "not turned": lambda kit, x: kit.conv(x).flatten(2),
     "a grid": lambda kit, x: kit.conv(x),
     "channels last": lambda kit, x: kit.conv(x).permute(0, 2, 3, 1),
@@ -514,112 +504,93 @@ PATCHES = {
 }
 
 
-def keywords() -> dict[str, Callable[..., Any]]:
-    """Calls by keyword, of each interface that reaches ATen."""
-    return {
-        "F.linear": lambda kit, x: F.linear(bias=kit.q.bias, weight=kit.q.weight, input=x),
-        "torch._C._nn.linear": lambda kit, x: torch._C._nn.linear(input=x, weight=kit.q.weight),
-        "aten.linear": lambda kit, x: torch.ops.aten.linear(x, kit.q.weight, bias=kit.q.bias),
-        "aten.linear.default": lambda kit, x: torch.ops.aten.linear.default(x, weight=kit.q.weight),
-        "F.layer_norm": lambda kit, x: F.layer_norm(
-            eps=1e-3, bias=kit.n.bias, weight=kit.n.weight, normalized_shape=[C], input=x
-        ),
-        "torch.layer_norm": lambda kit, x: torch.layer_norm(
-            x, [C], kit.n.weight, kit.n.bias, eps=1e-3, cudnn_enable=False
-        ),
-        "F.rms_norm": lambda kit, x: F.rms_norm(x, normalized_shape=(C,), eps=1e-3),
-        "torch.rms_norm": lambda kit, x: torch.rms_norm(x, [C], eps=1e-3, weight=kit.ls),
-        "rsqrt, mean, pow": lambda kit, x: (
-            x
-            * torch.rsqrt(
-                input=torch.mean(input=torch.pow(input=x, exponent=2), dim=[-1], keepdim=True)
-                + 1e-6
-            )
-        ),
-        "add by keyword": lambda kit, x: torch.add(input=x, other=kit.o(x), alpha=1),
-        "mul by keyword": lambda kit, x: x + torch.mul(input=kit.o(x), other=kit.ls),
-        "method add": lambda kit, x: x.add(other=kit.o(x)),
-        "method mul": lambda kit, x: x.add(kit.o(x).mul(other=kit.ls)),
-        "F.gelu": lambda kit, x: kit.fc2(F.gelu(input=kit.fc1(x), approximate="tanh")),
-        "F.silu": lambda kit, x: kit.fc2(F.silu(inplace=False, input=kit.fc1(x))),
-        "aten.gelu_": lambda kit, x: kit.fc2(torch.ops.aten.gelu_(kit.fc1(x))),
-        "aten.silu_": lambda kit, x: kit.fc2(torch.ops.aten.silu_(kit.fc1(x))),
-        "aten.mul_": lambda kit, x: torch.ops.aten.mul_(kit.fc1(x), 2.0),
-        "F.dropout": lambda kit, x: F.dropout(p=0.3, input=kit.o(x), training=True, inplace=False),
-        "torch.dropout": lambda kit, x: torch.dropout(input=kit.o(x), p=0.3, train=True),
-        "torch.dropout_": lambda kit, x: torch.dropout_(kit.o(x), p=0.3, train=True),
-        "native_dropout": lambda kit, x: torch.native_dropout(kit.o(x), p=0.3, train=True)[0],
-        "F.softmax": lambda kit, x: F.softmax(input=x @ x.mT, dim=-1, dtype=None) @ x,
-        "torch.softmax": lambda kit, x: torch.matmul(
-            input=torch.softmax(input=torch.matmul(input=x, other=x.mT), dim=-1), other=x
-        ),
-        "aten._softmax": lambda kit, x: torch.ops.aten._softmax(x @ x.mT, -1, False) @ x,
-        "bmm": lambda kit, x: torch.bmm(input=x.bmm(mat2=x.mT).softmax(dim=-1), mat2=x),
-        "einsum": lambda kit, x: torch.einsum("bts,bsd->btd", [(x @ x.mT).softmax(-1), x]),
-        "sdpa": lambda kit, x: sdpa(
-            is_causal=False,
-            dropout_p=0.0,
-            value=x[:, None],
-            key=x[:, None] * 2,
-            query=x[:, None],
-            scale=0.1,
-        ),
-        "aten.sdpa": lambda kit, x: torch.ops.aten.scaled_dot_product_attention(
-            x[:, None], x[:, None], value=x[:, None], scale=0.1
-        ),
-        "sdpa of ATen's math": lambda kit, x: torch.ops.aten._scaled_dot_product_attention_math(
-            x[:, None], x[:, None], x[:, None], scale=0.1
-        ),
-        "masked_fill": lambda kit, x: (
-            (x @ x.mT).masked_fill(mask=(x @ x.mT) > 1, value=-1e4).softmax(-1) @ x
-        ),
-        "where": lambda kit, x: torch.where(condition=x > 0, input=x, other=kit.o(x)),
-        "clamp": lambda kit, x: kit.fc2(torch.clamp(input=F.gelu(kit.fc1(x)), max=0.1, min=-0.1)),
-        "transpose": lambda kit, x: kit.o(torch.transpose(input=x, dim0=0, dim1=1)).transpose(
-            dim1=0, dim0=1
-        ),
-        "permute": lambda kit, x: kit.o(x.permute(dims=(1, 0, 2))),
-        "reshape": lambda kit, x: kit.fc2(F.gelu(kit.fc1(torch.reshape(input=x, shape=(-1, C))))),
-        "view by dtype": lambda kit, x: kit.o(x.view(dtype=torch.int64).view(dtype=x.dtype)),
-        "to": lambda kit, x: kit.o(x.to(other=kit.ls)).to(dtype=torch.float32, copy=True),
-        "cat": lambda kit, x: kit.n(
-            torch.cat(tensors=[kit.cls.expand(x.shape[0], -1, -1), x], dim=1)
-        ),
-        "concat": lambda kit, x: kit.n(
-            torch.concat((x, kit.cls.expand(x.shape[0], -1, -1)), axis=1)
-        ),
-        "chunk": lambda kit, x: kit.fc2(
-            (lambda a, b: F.silu(a) * b)(*torch.chunk(input=kit.both(x), chunks=2, dim=-1))
-        ),
-        "unbind": lambda kit, x: sdpa(
-            *torch.unbind(input=kit.qkv(x).view(*x.shape[:2], 3, C), dim=2)
-        ),
-        "expand": lambda kit, x: x + kit.cls.expand(size=(x.shape[0], 1, C)) * kit.o(x),
-        "out": lambda kit, x: torch.mul(x.detach(), 2, out=torch.empty_like(x.detach())) + kit.o(x),
-        "embedding, max_norm": lambda kit, x: (
-            F.embedding(torch.tensor([0, 1]), kit.cos, max_norm=0.1).sum() * kit.o(x)
-        ),
-        "index_put_": lambda kit, x: kit.o(x).index_put_((torch.tensor([0]),), kit.ls),
-        "setitem": lambda kit, x: (lambda y: (y.__setitem__((slice(None), 0), 0.0), y)[1])(
-            kit.o(x)
-        ),
-        "lerp_": lambda kit, x: kit.o(x).lerp_(x, weight=0.3),
-        "addcmul_": lambda kit, x: kit.o(x).addcmul_(x, kit.ls, value=0.5),
-        "baddbmm_": lambda kit, x: (x @ x.mT).baddbmm_(x, x.mT, beta=0.5).softmax(-1) @ x,
-        "__ipow__": lambda kit, x: kit.fc2(kit.fc1(x).__ipow__(2)),
-        "__imul__": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x).__imul__(2))),
-        "swapaxes_": lambda kit, x: kit.o(x).swapaxes_(0, 1),
-        "t_ of rows": lambda kit, x: kit.o(x)[0].t_(),
-        "squeeze_": lambda kit, x: kit.o(x[:, :1]).squeeze_(1),
-        "relu_ of a view": lambda kit, x: (lambda y: (y[:, 1:].relu_(), y)[1])(kit.o(x)),
-        "conv2d": lambda kit, x: F.conv2d(
-            stride=4,
-            weight=kit.conv.weight,
-            input=x[:, :1, :16].reshape(-1, 1, 4, 4).expand(-1, 3, -1, -1),
-        ),
-    }
-
-
+# Calls by keyword, of each interface that reaches ATen.
+KEYWORDS: dict[str, Callable[..., Any]] = {
+    "F.linear": lambda kit, x: F.linear(bias=kit.q.bias, weight=kit.q.weight, input=x),
+    "torch._C._nn.linear": lambda kit, x: torch._C._nn.linear(input=x, weight=kit.q.weight),
+    "aten.linear": lambda kit, x: torch.ops.aten.linear(x, kit.q.weight, bias=kit.q.bias),
+    "aten.linear.default": lambda kit, x: torch.ops.aten.linear.default(x, weight=kit.q.weight),
+    "F.layer_norm": lambda kit, x: F.layer_norm(
+        eps=1e-3, bias=kit.n.bias, weight=kit.n.weight, normalized_shape=[C], input=x
+    ),
+    "torch.layer_norm": lambda kit, x: torch.layer_norm(
+        x, [C], kit.n.weight, kit.n.bias, eps=1e-3, cudnn_enable=False
+    ),
+    "F.rms_norm": lambda kit, x: F.rms_norm(x, normalized_shape=(C,), eps=1e-3),
+    "torch.rms_norm": lambda kit, x: torch.rms_norm(x, [C], eps=1e-3, weight=kit.ls),
+    "rsqrt, mean, pow": lambda kit, x: (
+        x
+        * torch.rsqrt(
+            input=torch.mean(input=torch.pow(input=x, exponent=2), dim=[-1], keepdim=True) + 1e-6
+        )
+    ),
+    "add by keyword": lambda kit, x: torch.add(input=x, other=kit.o(x), alpha=1),
+    "mul by keyword": lambda kit, x: x + torch.mul(input=kit.o(x), other=kit.ls),
+    "method add": lambda kit, x: x.add(other=kit.o(x)),
+    "method mul": lambda kit, x: x.add(kit.o(x).mul(other=kit.ls)),
+    "F.gelu": lambda kit, x: kit.fc2(F.gelu(input=kit.fc1(x), approximate="tanh")),
+    "F.silu": lambda kit, x: kit.fc2(F.silu(inplace=False, input=kit.fc1(x))),
+    "aten.gelu_": lambda kit, x: kit.fc2(torch.ops.aten.gelu_(kit.fc1(x))),
+    "aten.silu_": lambda kit, x: kit.fc2(torch.ops.aten.silu_(kit.fc1(x))),
+    "aten.mul_": lambda kit, x: torch.ops.aten.mul_(kit.fc1(x), 2.0),
+    "F.dropout": lambda kit, x: F.dropout(p=0.3, input=kit.o(x), training=True, inplace=False),
+    "torch.dropout": lambda kit, x: torch.dropout(input=kit.o(x), p=0.3, train=True),
+    "torch.dropout_": lambda kit, x: torch.dropout_(kit.o(x), p=0.3, train=True),
+    "native_dropout": lambda kit, x: torch.native_dropout(kit.o(x), p=0.3, train=True)[0],
+    "F.softmax": lambda kit, x: F.softmax(input=x @ x.mT, dim=-1, dtype=None) @ x,
+    "torch.softmax": lambda kit, x: torch.matmul(
+        input=torch.softmax(input=torch.matmul(input=x, other=x.mT), dim=-1), other=x
+    ),
+    "aten._softmax": lambda kit, x: torch.ops.aten._softmax(x @ x.mT, -1, False) @ x,
+    "bmm": lambda kit, x: torch.bmm(input=x.bmm(mat2=x.mT).softmax(dim=-1), mat2=x),
+    "einsum": lambda kit, x: torch.einsum("bts,bsd->btd", [(x @ x.mT).softmax(-1), x]),
+    "sdpa": lambda kit, x: (
+        lambda h: sdpa(is_causal=False, dropout_p=0.0, value=h, key=h * 2, query=h, scale=0.1)
+    )(x[:, None]),
+    "aten.sdpa": lambda kit, x: torch.ops.aten.scaled_dot_product_attention(
+        x[:, None], x[:, None], value=x[:, None], scale=0.1
+    ),
+    "sdpa of ATen's math": lambda kit, x: torch.ops.aten._scaled_dot_product_attention_math(
+        x[:, None], x[:, None], x[:, None], scale=0.1
+    ),
+    "masked_fill": lambda kit, x: (
+        (x @ x.mT).masked_fill(mask=(x @ x.mT) > 1, value=-1e4).softmax(-1) @ x
+    ),
+    "where": lambda kit, x: torch.where(condition=x > 0, input=x, other=kit.o(x)),
+    "clamp": lambda kit, x: kit.fc2(torch.clamp(input=F.gelu(kit.fc1(x)), max=0.1, min=-0.1)),
+    "transpose": lambda kit, x: kit.o(torch.transpose(input=x, dim0=0, dim1=1)).transpose(
+        dim1=0, dim0=1
+    ),
+    "permute": lambda kit, x: kit.o(x.permute(dims=(1, 0, 2))),
+    "reshape": lambda kit, x: kit.fc2(F.gelu(kit.fc1(torch.reshape(input=x, shape=(-1, C))))),
+    "view by dtype": lambda kit, x: kit.o(x.view(dtype=torch.int64).view(dtype=x.dtype)),
+    "to": lambda kit, x: kit.o(x.to(other=kit.ls)).to(dtype=torch.float32, copy=True),
+    "cat": lambda kit, x: kit.n(torch.cat(tensors=[kit.cls.expand(x.shape[0], -1, -1), x], dim=1)),
+    "concat": lambda kit, x: kit.n(torch.concat((x, kit.cls.expand(x.shape[0], -1, -1)), axis=1)),
+    "chunk": lambda kit, x: kit.fc2(
+        (lambda a, b: F.silu(a) * b)(*torch.chunk(input=kit.both(x), chunks=2, dim=-1))
+    ),
+    "unbind": lambda kit, x: sdpa(*torch.unbind(input=kit.qkv(x).view(*x.shape[:2], 3, C), dim=2)),
+    "expand": lambda kit, x: x + kit.cls.expand(size=(x.shape[0], 1, C)) * kit.o(x),
+    "out": lambda kit, x: torch.mul(x.detach(), 2, out=torch.empty_like(x.detach())) + kit.o(x),
+    "embedding, max_norm": lambda kit, x: (
+        F.embedding(torch.tensor([0, 1]), kit.cos, max_norm=0.1).sum() * kit.o(x)
+    ),
+    "index_put_": lambda kit, x: kit.o(x).index_put_((torch.tensor([0]),), kit.ls),
+    "setitem": lambda kit, x: (lambda y: (y.__setitem__((slice(None), 0), 0.0), y)[1])(kit.o(x)),
+    "lerp_": lambda kit, x: kit.o(x).lerp_(x, weight=0.3),
+    "addcmul_": lambda kit, x: kit.o(x).addcmul_(x, kit.ls, value=0.5),
+    "baddbmm_": lambda kit, x: (x @ x.mT).baddbmm_(x, x.mT, beta=0.5).softmax(-1) @ x,
+    "__ipow__": lambda kit, x: kit.fc2(kit.fc1(x).__ipow__(2)),
+    "__imul__": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x).__imul__(2))),
+    "swapaxes_": lambda kit, x: kit.o(x).swapaxes_(0, 1),
+    "t_ of rows": lambda kit, x: kit.o(x)[0].t_(),
+    "squeeze_": lambda kit, x: kit.o(x[:, :1]).squeeze_(1),
+    "relu_ of a view": lambda kit, x: (lambda y: (y[:, 1:].relu_(), y)[1])(kit.o(x)),
+    "conv2d": lambda kit, x: F.conv2d(
+        stride=4, weight=kit.conv.weight, input=x[:, :3, :16].reshape(-1, 3, 4, 4)
+    ),
+}
 DTYPES = {
     "float32 scale": "ls",
     "float32 norm": "n",
@@ -633,15 +604,9 @@ DTYPES = {
 
 def in_float32(name: str) -> Callable[[Kit], None]:
     def prepare(kit: Kit) -> None:
-        part: Any = kit
-        *path, last = name.split(".")
-        for step in path:
-            part = getattr(part, step)
-        part = getattr(part, last)
-        if isinstance(part, torch.nn.Module):
-            part.float()
-        else:
-            part.data = part.data.float()
+        for path, p in kit.named_parameters():
+            if f"{path}.".startswith(f"{name}."):
+                p.data = p.data.float()
 
     return prepare
 
@@ -671,7 +636,7 @@ def promotions() -> list[Host]:
 
 
 def layer_hosts() -> list[Host]:
-    kinds = dict(norm=NORMS, mlp=MLPS, epilogue=EPILOGUES, keyword=keywords())
+    kinds = dict(norm=NORMS, mlp=MLPS, epilogue=EPILOGUES, keyword=KEYWORDS)
     found = [h for kind, hosts in kinds.items() for h in table(kind, hosts, inputs=tokens)]
     found += table("epilogue of a square", EPILOGUES, inputs=square)
     found += table("patch", PATCHES, inputs=images)

@@ -23,20 +23,9 @@ from torch import Tensor
 
 from tests.fuse.changes import CHANGES
 from tests.fuse.hosts import Host
-from tests.fuse.kit import (
-    C,
-    D,
-    H,
-    Kit,
-    join,
-    rotate_half,
-    rotate_pairs,
-    sdpa,
-    seeded,
-    split,
-)
+from tests.fuse.kit import C, D, H, Kit, five, join, rotate_half, rotate_pairs, sdpa, seeded, split
 from tests.fuse.lookalikes import run_all
-from tests.fuse.looks_layers import flat, rms
+from tests.fuse.looks_layers import branch, cls, flat, keep, positions, rms
 
 Step = Callable[..., Any]
 
@@ -50,14 +39,10 @@ NORMS: dict[str, Step] = {
 }
 
 
-def in_five(kit: Kit, x: Tensor) -> Tensor:
-    return kit.qkv(x).reshape(*x.shape[:2], 3, H, D)
-
-
 HEADS: dict[str, Step] = {
-    "packed": lambda kit, x: in_five(kit, x).permute(2, 0, 3, 1, 4).unbind(0),
+    "packed": lambda kit, x: five(kit, x).permute(2, 0, 3, 1, 4).unbind(0),
     "chunks": lambda kit, x: tuple(map(split, kit.qkv(x).chunk(3, -1))),
-    "unbound": lambda kit, x: tuple(t.transpose(1, 2) for t in in_five(kit, x).unbind(2)),
+    "unbound": lambda kit, x: tuple(t.transpose(1, 2) for t in five(kit, x).unbind(2)),
     "separate": lambda kit, x: (split(kit.q(x)), split(kit.k(x)), split(kit.v(x))),
     "k without bias": lambda kit, x: (split(kit.q(x)), split(kit.bare(x)), split(kit.v(x))),
     "k and v together": lambda kit, x: (split(kit.q(x)), *map(split, kit.fc1(x).chunk(2, -1))),
@@ -68,15 +53,11 @@ HEADS: dict[str, Step] = {
 }
 
 
-def tables(kit: Kit, n: int) -> tuple[Tensor, Tensor]:
-    return kit.cos[:n], kit.sin[:n]
-
-
 def rope(half: Callable[[Tensor], Tensor], prefix: int) -> Step:
     def turn(kit: Kit, t: Tensor) -> Tensor:
         rest = t[:, :, prefix:]
-        cos, sin = tables(kit, rest.shape[2])
-        rest = rest * cos + half(rest) * sin
+        n = rest.shape[2]
+        rest = rest * kit.cos[:n] + half(rest) * kit.sin[:n]
         return torch.cat((t[:, :, :prefix], rest), 2) if prefix else rest
 
     return lambda kit, q, k: (turn(kit, q), turn(kit, k))
@@ -136,7 +117,7 @@ JOINS: dict[str, Step] = {
     "not projected": lambda kit, o: join(o),
 }
 MLPS: dict[str, Step] = {
-    "gelu": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x))),
+    "gelu": branch,
     "tanh": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x), approximate="tanh")),
     "relu": lambda kit, x: kit.fc2(F.relu(kit.fc1(x))),
     "quick": lambda kit, x: (lambda z: kit.fc2(z * torch.sigmoid(1.702 * z)))(kit.fc1(x)),
@@ -149,8 +130,8 @@ MLPS: dict[str, Step] = {
 
 
 def dropped(kit: Kit, y: Tensor) -> Tensor:
-    keep = y.new_empty(y.shape[0], 1, 1).bernoulli_(0.8)
-    return y * keep.div_(0.8) if kit.training else y
+    mask = keep(y, 0.8)
+    return y * mask.div_(0.8) if kit.training else y
 
 
 SUMS: dict[str, Step] = {
@@ -166,20 +147,19 @@ SUMS: dict[str, Step] = {
 }
 
 
-def embedded(kit: Kit, image: Tensor, prefix: bool, positions: bool) -> Tensor:
-    y = flat(kit.conv(image))
-    if prefix:
-        y = torch.cat((kit.cls.expand(y.shape[0], -1, -1), y), 1)
-    return y + kit.both.weight[: y.shape[1]][None] if positions else y
+def with_cls(kit: Kit, y: Tensor) -> Tensor:
+    return torch.cat((cls(kit, y), y), 1)
+
+
+def placed(kit: Kit, y: Tensor) -> Tensor:
+    return y + positions(kit, y.shape[1])
 
 
 STEMS: dict[str, Step] = {
-    "cls, positions": lambda kit, x: embedded(kit, x, True, True),
-    "positions": lambda kit, x: embedded(kit, x, False, True),
-    "patches": lambda kit, x: embedded(kit, x, False, False),
-    "positions, cls": lambda kit, x: (
-        lambda y: torch.cat((kit.cls.expand(y.shape[0], -1, -1), y), 1)
-    )(embedded(kit, x, False, True)),
+    "cls, positions": lambda kit, x: placed(kit, with_cls(kit, flat(kit.conv(x)))),
+    "positions": lambda kit, x: placed(kit, flat(kit.conv(x))),
+    "patches": lambda kit, x: flat(kit.conv(x)),
+    "positions, cls": lambda kit, x: with_cls(kit, placed(kit, flat(kit.conv(x)))),
 }
 ENDS: dict[str, Step] = {
     "first token": lambda kit, x: kit.q(kit.n(x)[:, 0]),
@@ -189,13 +169,12 @@ ENDS: dict[str, Step] = {
     "nothing": lambda kit, x: x,
 }
 # changes that leave little of a model to compare
-LEFT_OUT = {
-    "asserted",
-    "cond",
-    "vmap",
-    "inference_mode",
-    "half overflows",
-    "fp8 and back",
+LEFT_OUT = {"asserted", "cond", "vmap", "inference_mode", "half overflows", "fp8 and back"}
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": dict(dtype=torch.float32),
+    "no_grad": dict(context=torch.no_grad),
+    "two batches": dict(calls=2, again=lambda: (seeded(3, 3, 8, 12),)),
+    "twice": dict(calls=2),
 }
 PLACES = ("stem", "normed", "queries", "values", "heads", "branch", "hidden", "sum", "input")
 
@@ -261,15 +240,8 @@ def random_host(seed: int, number: int) -> Host:
     how: dict[str, Any] = dict(
         train=rng.random() < 0.7, needs_grad=rng.random() < 0.6, prepare=frozen(rng)
     )
-    kind = rng.choice(("float64",) * 5 + ("float32", "no_grad", "two batches", "twice"))
-    if kind == "float32":
-        how |= dict(dtype=torch.float32)
-    elif kind == "no_grad":
-        how |= dict(context=torch.no_grad)
-    elif kind == "two batches":
-        how |= dict(calls=2, again=lambda: (seeded(3, 3, 8, 12),))
-    elif kind == "twice":
-        how |= dict(calls=2)
+    kind = rng.choice(("float64",) * 5 + tuple(KINDS))
+    how |= KINDS.get(kind, {})
     name = f"random {seed}.{number} ({kind}, {'train' if how['train'] else 'eval'}): "
     return Host(name + ", ".join(drawn.names), drawn, lambda: (seeded(2, 3, 8, 12),), **how)
 
@@ -343,8 +315,7 @@ def packaged_block(rng: random.Random) -> tuple[str, Callable[[], Any]]:
         return f"{name} {settings}", lambda: make(**settings)
     module, kind = TRANSFORMERS[name].split()
     make = getattr(importlib.import_module(f"transformers.models.{module}"), kind)
-    config = importlib.import_module("transformers")
-    configure = getattr(config, f"{name}Config")
+    configure = getattr(importlib.import_module("transformers"), f"{name}Config")
     sizes = dict(hidden_size=C, num_attention_heads=H, intermediate_size=64)
     how = rng.choice(RANGES["_attn_implementation"])
     settings = settings_of(rng, configure, sizes)

@@ -2,7 +2,7 @@
 
     @block()                          all of its FLOPs in our ops
     @block(0.88, "reason")            the share, and the phrase of the report for the rest
-    @block(inputs=pair)               what it is called with, `one` by default
+    @block(inputs=pair)               what it is called with, `tokens` by default
 
 `BLOCKS` has them by name.
 """
@@ -31,6 +31,7 @@ from tests.fuse.kit import (
     seeded,
     separate,
     split,
+    tokens,
 )
 from tests.fuse.looks_layers import branch, flat, keep, rms
 
@@ -48,10 +49,6 @@ class Block:
 BLOCKS: dict[str, Block] = {}
 
 
-def one() -> tuple[Any, ...]:
-    return (seeded(2, 9, C),)
-
-
 def pair() -> tuple[Any, ...]:
     """Tokens, and a context of other length."""
     return seeded(2, 9, C), seeded(2, 5, C).flip(1)
@@ -62,29 +59,12 @@ def conditioned() -> tuple[Any, ...]:
     return seeded(2, 9, C), seeded(2, C).flip(1)
 
 
-def grid() -> tuple[Any, ...]:
-    return (seeded(2, C, 4, 4),)
-
-
 def square_tokens() -> tuple[Any, ...]:
     return (seeded(2, 16, C),)
 
 
-def frames() -> tuple[Any, ...]:
-    """B, frames, tokens of a frame, C."""
-    return (seeded(2, 3, 4, C),)
-
-
-def clips() -> tuple[Any, ...]:
-    return (seeded(2, 3, 4, 8, 8),)
-
-
-def points() -> tuple[Any, ...]:
-    return seeded(2, 12, C), seeded(2, 12, 3).flip(1)
-
-
 def block(
-    share: float = 1.0, reason: str = "", inputs: Callable[[], tuple[Any, ...]] = one
+    share: float = 1.0, reason: str = "", inputs: Callable[[], tuple[Any, ...]] = tokens
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(forward: Callable[..., Any]) -> Callable[..., Any]:
         BLOCKS[forward.__name__] = Block(forward, share, reason, inputs)
@@ -162,12 +142,6 @@ def one_stream_in_parallel(kit, x, c):
 
 def cross(kit: Kit, x: Tensor, y: Tensor, **how: Any) -> Tensor:
     return kit.o(join(sdpa(split(kit.q(x)), split(kit.k(y)), split(kit.v(y)), **how)))
-
-
-@block(inputs=pair)
-def cross_attention(kit, x, y):
-    x = x + cross(kit, kit.n(x), y)
-    return x + branch(kit, kit.n(x))
 
 
 @block(inputs=pair)
@@ -323,23 +297,6 @@ def sigmoids_for_a_softmax(kit, x):
 
 
 @block()
-def a_bias_that_is_added_in_place(kit, x):
-    def biased(kit, s, x):
-        s += kit.table
-        return s.softmax(-1)
-
-    return scores_of(biased)(kit, x)
-
-
-@block()
-def queries_scaled_in_place(kit, x):
-    y = kit.qkv(kit.n(x)).view(2, 9, 3, H, D).permute(2, 0, 3, 1, 4)
-    q, k, v = y[0], y[1], y[2]
-    q *= D**-0.5
-    return x + kit.o(join((q @ k.transpose(-2, -1)).softmax(-1) @ v))
-
-
-@block()
 def a_slope_for_each_head(kit, x):
     """ALiBi over a grid of 3 x 3."""
     at = torch.cartesian_prod(torch.arange(3.0), torch.arange(3.0)).to(x.dtype)
@@ -379,14 +336,6 @@ def a_bias_of_rows_and_columns(kit, x):
     return x + kit.o(join(sdpa(q, k, v, attn_mask=bias)))
 
 
-@block()
-def causal_by_frames(kit, x):
-    """Tokens see their own frame of three and those before, chosen by where."""
-    frame = torch.arange(9) // 3
-    seen = frame[:, None] >= frame[None]
-    return scores_of(lambda kit, s, x: torch.where(seen, s, -INF).softmax(-1))(kit, x)
-
-
 @block(0.877, "scores under a mask are set to a finite number")
 def a_diagonal_that_is_hidden(kit, x):
     eye = torch.eye(9, dtype=torch.bool)
@@ -395,13 +344,6 @@ def a_diagonal_that_is_hidden(kit, x):
 
 
 # Which tokens attend --------------------------------------------------------------------------
-
-
-@block()
-def registers(kit, x):
-    x = torch.cat((kit.cls.expand(2, -1, -1), kit.reg.expand(2, -1, -1), x), 1)
-    x = x + kit.ls * self_attention(kit, kit.n(x))
-    return x[:, 0], x[:, 3:]
 
 
 @block(inputs=square_tokens)
@@ -426,8 +368,9 @@ def shifted_windows(kit, x):
     return x + w.reshape(2, 4, 4, C).roll((1, 1), (1, 2)).view(2, 16, C)
 
 
-@block(inputs=frames)
+@block(inputs=lambda: (seeded(2, 3, 4, C),))
 def divided_space_and_time(kit, x):
+    """Of B, frames, tokens of a frame, C."""
     B, T, N, _ = x.shape
     t = x.permute(0, 2, 1, 3).reshape(B * N, T, C)
     x = x + self_attention(kit, kit.n(t)).view(B, N, T, C).permute(0, 2, 1, 3)
@@ -435,7 +378,7 @@ def divided_space_and_time(kit, x):
     return x + self_attention(kit, kit.n(s)).view(B, T, N, C)
 
 
-@block(inputs=grid)
+@block(inputs=lambda: (seeded(2, C, 4, 4),))
 def neighbours(kit, x):
     """Each pixel attends to the 3 x 3 around it."""
     t = flat(x)
@@ -502,7 +445,7 @@ def merged_pairs(kit, x):
     return x + branch(kit, kit.n(x))
 
 
-@block(inputs=points)
+@block(inputs=lambda: (seeded(2, 12, C), seeded(2, 12, 3).flip(1)))
 def vectors_of_the_nearest_points(kit, x, at):
     """Point Transformer: weights by column over the four nearest points."""
     near = torch.cdist(at, at).topk(4, largest=False).indices
@@ -546,11 +489,6 @@ def rotations_of_rows_and_columns(kit, x):
 def geglu_with_a_norm_inside(kit, x):
     h = F.gelu(kit.gate(x)) * kit.fc1(x)
     return x + kit.fc2(F.layer_norm(h, (64,), kit.both.weight[:2].view(-1), None))
-
-
-@block()
-def relu_squared(kit, x):
-    return x + kit.fc2(F.relu(kit.fc1(kit.n(x))).square())
 
 
 @block(0.877, "a convolution whose patches overlap", inputs=square_tokens)
@@ -609,12 +547,6 @@ def gating_by_place(kit, x):
 
 
 @block()
-def attention_and_mlp_in_parallel(kit, x):
-    h = kit.n(x)
-    return x + self_attention(kit, h) + branch(kit, h)
-
-
-@block()
 def norms_before_and_behind(kit, x):
     x = x + kit.rms(self_attention(kit, kit.n(x)))
     return x + kit.rms(branch(kit, kit.n(x)))
@@ -664,7 +596,7 @@ def patches_by_hand(kit, x):
     return t + branch(kit, t)
 
 
-@block(inputs=clips)
+@block(inputs=lambda: (seeded(2, 3, 4, 8, 8),))
 def tubelets(kit, x):
     kernel = kit.conv.weight.unsqueeze(2).expand(-1, -1, 2, -1, -1)
     t = flat(F.conv3d(x, kernel, kit.conv.bias, stride=(2, 4, 4)))

@@ -65,9 +65,7 @@ def test_masks_groups_and_causality_are_transformers_own():
 
 def qwen():
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
-        Qwen2VisionTransformerPretrainedModel,
-    )
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     torch.manual_seed(0)
     config = Qwen2VLVisionConfig(

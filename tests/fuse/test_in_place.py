@@ -1,7 +1,11 @@
-"""A write to a tensor that nobody else sees is read as a new tensor; every other stays a write."""
+"""A write to a tensor that nobody else sees is read as a new tensor; every other stays a write.
+
+Masks that are written to behind attention, and scores that a model chooses by a condition.
+"""
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -10,21 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fastvit_kernels as fk
 from tests.fuse.hosts import Host, check, table
 from tests.fuse.kit import C, D, H, Kit, join, packed, seeded
-
-INF = float("inf")
-
-
-def of_scores(change: Any) -> Any:
-    """Attention written out, its scores changed by (kit, scores, x)."""
-
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = packed(kit, x)
-        scores = q @ k.transpose(-2, -1) * D**-0.5
-        return kit.o(join(change(kit, scores, x).softmax(-1) @ v))
-
-    return forward
+from tests.fuse.looks_attention import INF, by_tokens, of_scores
 
 
 def of_columns(change: Any) -> Any:
@@ -42,10 +35,6 @@ def lower(scores: Tensor) -> Tensor:
     return torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
 
 
-def some(x: Tensor) -> Tensor:
-    return (x[:, :, 0] > 0)[:, None, None]
-
-
 FUSED = {
     "scores += bias": of_scores(lambda kit, s, x: operator.iadd(s, kit.table)),
     "scores += bias, twice": of_scores(lambda kit, s, x: s.add_(kit.table).add_(2 * kit.table)),
@@ -54,10 +43,10 @@ FUSED = {
     "scores *= heads": of_scores(lambda kit, s, x: s.mul_(kit.per_head)),
     "scores filled": of_scores(lambda kit, s, x: s.masked_fill_(~lower(s), -INF)),
     "scores filled, then +=": of_scores(
-        lambda kit, s, x: s.masked_fill(some(x), -INF).add_(kit.table)
+        lambda kit, s, x: s.masked_fill(by_tokens(x), -INF).add_(kit.table)
     ),
     "of a view": of_scores(lambda kit, s, x: s.view(-1, *s.shape[1:]).add_(kit.table)),
-    "q *= scale": of_columns(lambda kit, y, q, k, v: (q.mul_(0.3), k, v)),
+    "q *= scale": of_columns(lambda kit, y, q, k, v: (operator.imul(q, 0.3), k, v)),
     "q *= scale, k *= scale": of_columns(lambda kit, y, q, k, v: (q.mul_(0.3), k.mul_(0.7), v)),
     "x += branch": lambda kit, x: kit.o(x).add_(kit.fc2(F.gelu(kit.fc1(kit.n(x))))),
 }
@@ -69,9 +58,7 @@ LEFT = {
     "scores, noted": of_scores(
         lambda kit, s, x: (setattr(kit, "seen", s.detach()), s.add_(kit.table))[1]
     ),
-    "a part of scores": of_scores(
-        lambda kit, s, x: (s[..., 1:].add_(1.0), s + kit.table)[1],
-    ),
+    "a part of scores": of_scores(lambda kit, s, x: (s[..., 1:].add_(1.0), s + kit.table)[1]),
     "the product, read later": of_columns(
         lambda kit, y, q, k, v: (q.mul_(0.3), k, v, y.sum((0, 2, 4)).mean())
     ),
@@ -114,3 +101,68 @@ def test_columns_of_a_dynamic_batch():
     host = Host("q *= scale", FUSED["q *= scale"], calls=2, again=lambda: (seeded(3, 9, C),))
     result = check(host)
     assert all(r.rules["in place"] and r.rules["qkv_attention"] for r in result.reports)
+
+
+CHOSEN = {
+    "the scores, else -inf": of_scores(lambda kit, s, x: torch.where(lower(s), s, -INF)),
+    "-inf, else the scores": of_scores(lambda kit, s, x: torch.where(~lower(s), -INF, s)),
+    "by inputs": of_scores(lambda kit, s, x: torch.where(by_tokens(x), s, -INF)),
+    "by a tensor of -inf": of_scores(
+        lambda kit, s, x: torch.where(by_tokens(x), s, torch.full_like(s, -INF))
+    ),
+    "then a bias": of_scores(lambda kit, s, x: torch.where(lower(s), s + kit.table, -INF)),
+    "twice": of_scores(
+        lambda kit, s, x: torch.where(
+            ~lower(s), -INF, torch.where(lower(s).flip(0, 1) | lower(s), s, -INF)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("host", table("where", CHOSEN), ids=lambda host: host.id)
+def test_scores_chosen_by_where(host):
+    result = check(Host(host.id, host.forward, needs_grad=False))
+    assert result.share == 1.0, result.left
+
+
+def written_behind(make: Any) -> Any:
+    """A mask that is written to once attention has read it, which the host's backward allows."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        q, k, v = packed(kit, x)
+        mask = make(kit, x)
+        o = join((q @ k.mT + mask).softmax(-1) @ v)
+        mask.zero_()
+        return kit.o(o)
+
+    return forward
+
+
+WRITTEN = {
+    "of inputs": written_behind(lambda kit, x: x.detach()[:, None, :, :9].sin()),
+    "of a parameter": written_behind(lambda kit, x: kit.table * 0.5),
+    "a buffer": written_behind(lambda kit, x: kit.cos.view(-1)[:81].view(9, 9)),
+    "in bounds": written_behind(lambda kit, x: kit.cos.view(-1)[:81].view(9, 9).sigmoid()),
+}
+
+
+@pytest.mark.parametrize("host", table("mask", WRITTEN), ids=lambda host: host.id)
+def test_a_mask_may_be_written_to_behind_attention(host):
+    assert check(host).share == 1.0
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_kernels_keep_a_mask_of_their_own(name):
+    """They read it in the backward, where the host reads its weights."""
+    torch._dynamo.reset()
+    host = Host(name, WRITTEN[name], dtype=torch.float32).build()
+    model, x = copy.deepcopy(host), seeded(2, 9, 32)
+    with fk.backend("triton"):
+        fk.swap_in(model)
+        model(x).square().sum().backward()
+    host(x).square().sum().backward()
+    assert fk.status(model).share == 1.0
+    for a, b in zip(model.parameters(), host.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from fastvit_kernels.fuse.rules import attention
 from tests.fuse import changes, looks_attention
 from tests.fuse.hosts import Host, check, run
 from tests.fuse.lookalikes import of_the_suite, products, written_out
@@ -36,15 +37,11 @@ def test_the_garbage_collector_changes_nothing(change):
 
 def test_a_wrong_rewriting_is_seen(monkeypatch):
     """The comparison can fail: attention without its scale."""
-    import fastvit_kernels.fuse.rules.attention as rule
+    finish = attention.finish
 
-    monkeypatch.setattr(rule, "finish", unscaled(rule.finish))
-    host = Host("packed", looks_attention.OPERANDS["as it is"])
-    assert "call 0: output 0" in run(host).wrong
-
-
-def unscaled(finish):
-    def without(g, call, path, op, args, options, rule):
+    def unscaled(g, call, path, op, args, options, rule):
         return finish(g, call, path, op, args, options | {"scale": 1.0}, rule)
 
-    return without
+    monkeypatch.setattr(attention, "finish", unscaled)
+    host = Host("packed", looks_attention.OPERANDS["as it is"])
+    assert "call 0: output 0" in run(host).wrong

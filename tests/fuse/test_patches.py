@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.fuse.hosts import Host, check
 from tests.fuse.kit import C, Kit, images, seeded
+from tests.fuse.looks_effects import AUTOCAST
 from tests.fuse.looks_layers import cls, flat, positions
 
 ALL = "patch_embed and prefix_tokens and pos_embed"
@@ -67,16 +68,7 @@ def positions_twice(kit: Kit, x: Tensor) -> Tensor:
     return deit3(kit, x) + positions(kit, 7)
 
 
-SPELLINGS = [
-    plain,
-    torchvision,
-    deit3,
-    registers,
-    repeated,
-    of_a_vector,
-    by_grid,
-    positions_twice,
-]
+SPELLINGS = [plain, torchvision, deit3, registers, repeated, of_a_vector, by_grid, positions_twice]
 
 
 @pytest.mark.parametrize("forward", SPELLINGS)
@@ -114,10 +106,6 @@ def test_a_table_in_fp32_gives_the_dtype_of_the_host():
     assert rules_of(plain, dtype=torch.bfloat16, prepare=prepare) == [ALL]
 
 
-def bf16() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 def region_of_its_own(kit: Kit, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         y = flat(kit.conv(x))
@@ -126,8 +114,7 @@ def region_of_its_own(kit: Kit, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("forward", "whole"), [(plain, True), (region_of_its_own, False)])
 def test_autocast(forward: Callable[..., Tensor], whole: bool):
-    how = dict(dtype=torch.float32, context=bf16, precision=torch.bfloat16)
-    assert (rules_of(forward, **how) == [ALL]) == whole
+    assert (rules_of(forward, **AUTOCAST) == [ALL]) == whole
 
 
 def test_a_batch_of_one_and_a_dynamic_batch():

@@ -18,7 +18,3 @@ def test_a_packages_block_of_random_settings_is_the_host(number):
     pytest.importorskip("timm")
     pytest.importorskip("transformers")
     check(packaged_host(0, number))
-
-
-def test_a_seed_draws_the_same_again():
-    assert random_host(3, 1).id == random_host(3, 1).id != random_host(3, 2).id

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.fuse.hosts import Host, check
 from tests.fuse.kit import D, H, Kit, join, packed, rotate_half, rotate_pairs, sdpa, separate
 from tests.fuse.looks_attention import by_complex, by_parts
+from tests.fuse.looks_effects import AUTOCAST
 
 B, T = 2, 9
 FULL = (T, D)
@@ -203,10 +204,6 @@ def test_tables_in_float64_turn_fp32_heads_as_the_host_does():
     assert "rope_attention" not in rules and "rope" not in rules
 
 
-def bf16() -> Any:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 def regions_of_their_own(kit: Kit, x: Tensor) -> Tensor:
     q, k, v = packed(kit, x)
     with torch.autocast("cpu", enabled=False):
@@ -219,5 +216,4 @@ def regions_of_their_own(kit: Kit, x: Tensor) -> Tensor:
     ("forward", "count"), [(turning(halves), 1), (regions_of_their_own, 0)], ids=["around", "apart"]
 )
 def test_autocast(forward, count):
-    how = dict(dtype=torch.float32, context=bf16, precision=torch.bfloat16)
-    assert check(host(forward, **how)).rules["rope_attention"] == count
+    assert check(host(forward, **AUTOCAST)).rules["rope_attention"] == count

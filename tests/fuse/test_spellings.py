@@ -17,8 +17,10 @@ from tests.fuse.kit import (
     D,
     H,
     Kit,
+    five,
     images,
     join,
+    of_packed,
     packed,
     rotate_half,
     rotate_pairs,
@@ -52,14 +54,15 @@ RMS = {
 }
 
 
-def five(kit: Kit, x: Tensor) -> Tensor:
-    return kit.qkv(x).reshape(*x.shape[:2], 3, H, D)
-
-
 def einops_like(kit: Kit, x: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         t.reshape(*x.shape[:2], H, D).permute(0, 2, 1, 3) for t in kit.qkv(x).chunk(3, dim=-1)
     )
+
+
+def cat_of_biases(kit: Kit, x: Tensor) -> list[Tensor]:
+    bias = torch.cat((kit.q.bias, torch.zeros_like(kit.ls), kit.v.bias))
+    return list(map(split, F.linear(x, kit.qkv.weight, bias).chunk(3, -1)))
 
 
 PACKED: dict[str, Any] = {
@@ -87,14 +90,7 @@ PACKED: dict[str, Any] = {
     "three layers": separate,
     "a bias for two": lambda kit, x: (split(kit.q(x)), split(kit.bare(x)), split(kit.v(x))),
     "k and v together": lambda kit, x: (split(kit.q(x)), *map(split, kit.fc1(x).chunk(2, -1))),
-    "a cat of biases": lambda kit, x: list(
-        map(
-            split,
-            F.linear(
-                x, kit.qkv.weight, torch.cat((kit.q.bias, torch.zeros_like(kit.ls), kit.v.bias))
-            ).chunk(3, -1),
-        )
-    ),
+    "a cat of biases": cat_of_biases,
 }
 ATTEND: dict[str, Any] = {
     "sdpa": sdpa,
@@ -178,12 +174,10 @@ OTHER_ATTENTION = {
     "a boolean mask": lambda kit, x: kit.o(
         join(sdpa(*packed(kit, x), attn_mask=torch.ones(9, 9, dtype=torch.bool).tril()))
     ),
-    "qk norm": lambda kit, x: (lambda q, k, v: kit.o(join(sdpa(kit.qn(q), kit.kn(k), v))))(
-        *packed(kit, x)
+    "qk norm": of_packed(lambda kit, q, k, v: kit.o(join(sdpa(kit.qn(q), kit.kn(k), v)))),
+    "temperature": of_packed(
+        lambda kit, q, k, v: kit.o(join((q @ k.mT * kit.per_head).softmax(-1) @ v))
     ),
-    "temperature": lambda kit, x: (
-        lambda q, k, v: kit.o(join((q @ k.mT * kit.per_head).softmax(-1) @ v))
-    )(*packed(kit, x)),
     "bmm": lambda kit, x: (
         lambda q, k, v: kit.o(join(torch.bmm(torch.bmm(q, k.mT).softmax(-1), v).view(-1, H, 9, D)))
     )(*(t.flatten(0, 1) for t in separate(kit, x))),
@@ -354,7 +348,7 @@ def test_a_mask_of_windows_in_any_batch():
 
 def chosen_kernels(attend: Any) -> Any:
     def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = (split(layer(x)) for layer in (kit.q, kit.k, kit.v))
+        q, k, v = separate(kit, x)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
             o = attend(q, k, v)
         return kit.o(join(o))

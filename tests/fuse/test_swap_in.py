@@ -25,16 +25,8 @@ from fastvit_kernels.fuse import dynamo as ours
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from tests.model_coverage.model_zoo import hf_small
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    dynamo.reset()
-    dynamo.utils.counters.clear()
-    with backend("torch"):  # kernels in the interpreter take their time
-        yield
-    dynamo.reset()
 
 
 def graphs(model):
