@@ -108,11 +108,7 @@ WHOLE = Share(0, 1)
 
 
 def specialisation(function: Any, given: dict[str, Any], name: Callable[[Any], str] = repr) -> str:
-    """In words, what a launch compiles: equal where Triton compiles once.
-
-    Args:
-        name: of a Triton function among the constants.
-    """
+    """What a launch compiles, in words (`name` of a function): equal where Triton compiles once."""
 
     def word(x: Any, parameter: Any) -> str:
         if hasattr(x, "block_shape"):  # a tensor map
@@ -283,11 +279,7 @@ def tracing(target: Target, trace: Trace) -> Iterator[None]:
 def compile_step(step: Callable[[], Any], target: Target, share: Share = WHOLE) -> list[Kernel]:
     """The kernels that `step()` would launch on `target`, each specialisation once, in order.
 
-    Args:
-        step: makes its own tensors, on the CPU; they are fake, so any size is free.
-        target: one of TARGETS.
-        share: this part of the kernels alone.
-    Raises: CompileError; RuntimeError under TRITON_INTERPRET=1.
+    It makes its own tensors, on the CPU; they are fake, so any size is free. Raises: as `tracing`.
     """
     trace = Trace(share)
     with tracing(target, trace):

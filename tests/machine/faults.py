@@ -52,8 +52,6 @@ def unfenced_copies(code: Code) -> Iterator[str]:
 
 _RESULT = re.compile(r"^\s*(?:(%[\w$]+)(?::\d+)? = )?([a-z_]+\.[\w.]+)")
 _NAMES = re.compile(r"%[\w$]+")
-
-
 _PRODUCTS = ("ttng.warp_group_dot", "ttng.tc_gen5_mma")
 
 

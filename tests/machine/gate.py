@@ -116,21 +116,12 @@ class Record(NamedTuple):
 def run_gate(
     archs: Sequence[str],
     table: Path,
-    update: bool,
-    changed: bool,
+    update: bool,  # write the table, of what broke no rule
+    changed: bool,  # leave out what the table has by the same triton and rules
     jobs: int | None,
-    every: int = 1,
+    every: int = 1,  # compile each so many-th case; above 1 no table is compared
 ) -> int:
-    """Compile, apply the rules, compare with the table. 0 where all hold.
-
-    Args:
-        archs: targets; the table is written only where they are all.
-        update: write the table, of what broke no rule.
-        changed: leave out what the table has by the same triton and rules; where no table is
-            written but for one in 64, so that one that lies is found.
-        jobs: processes; one for each processor by default.
-        every: compile each so many-th case; above 1 the rules apply, and no table is compared.
-    """
+    """Compile, apply the rules, compare with the table. 0 where all hold."""
     started = time.perf_counter()
     record, now = Record.read(table), Record(triton.__version__, rules_digest())
     try:
@@ -139,7 +130,7 @@ def run_gate(
         print(f"{table} cannot be read: {error}")
         return 1
     known: set[str] = set()
-    if changed and record == now:
+    if changed and record == now:  # one in 64 is compiled all the same: a row that lies is found
         known = {digest for digest in rows if update or int(digest[:2], 16) >= 4}
     compiled = compile_cases(archs, jobs or os.cpu_count() or 1, known, every)
     kernels = compiled.kernels

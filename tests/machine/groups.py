@@ -167,9 +167,6 @@ def roles(code: Sequence[Instruction], ptx: Ptx) -> list[Role]:
         if does:
             of_sass.append((does, own))
     assert len(of_ptx) == len(of_sass), "roles of PTX and SASS differ in number"
-    pairs = zip(
-        sorted(of_ptx, key=lambda pair: pair[0], reverse=True),
-        sorted(of_sass, key=lambda pair: pair[0], reverse=True),
-        strict=True,
-    )
-    return [role._replace(code=own) for (_, role), (_, own) in pairs]
+    of_ptx.sort(key=lambda pair: pair[0], reverse=True)
+    of_sass.sort(key=lambda pair: pair[0], reverse=True)
+    return [role._replace(code=own) for (_, role), (_, own) in zip(of_ptx, of_sass, strict=True)]

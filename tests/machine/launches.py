@@ -45,16 +45,12 @@ class Launch(NamedTuple):
 
 
 class Trace(aot.Trace):
-    """What a step would launch on a target, in order.
-
-    Args:
-        skip: digests of specialisations to leave out; `met` has those of all, left out or not.
-    """
+    """What a step would launch on a target, in order; digests in `skip` are left out."""
 
     def __init__(self, target: Target, skip: Container[str] = ()):
         super().__init__()
         self.target, self.skip = target, skip
-        self.met: set[str] = set()
+        self.met: set[str] = set()  # digests of all, left out or not
         self._digest = ""  # of what is being compiled
         self._read: dict[str, tuple[Kernel, Code | None]] = {}  # by key
 

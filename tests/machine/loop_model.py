@@ -105,9 +105,8 @@ def regions(code: Sequence[Instruction], ptx: Ptx) -> list[Region] | list[Group]
     """Loops of SASS and PTX paired in order; one region where their numbers differ. Of a kernel
     with roles those of each group of warps."""
     if has_roles(ptx):
-        return [
-            Group(role, _regions(role.code, role.ptx, role.blocks)) for role in roles(code, ptx)
-        ]
+        found = roles(code, ptx)
+        return [Group(role, _regions(role.code, role.ptx, role.blocks)) for role in found]
     return _regions(code, ptx, frozenset(range(len(ptx.blocks))))
 
 
@@ -137,7 +136,6 @@ class Work:
     chain: float  # cycles
     multiply_adds: float  # of a program
     bytes_moved: float  # of a program, through L2
-    guessed: bool  # a trip count is not known
 
 
 class _Launch(NamedTuple):
@@ -187,7 +185,6 @@ def _side_by_side(found: Sequence[Group], num_warps: int, launch: _Launch) -> Wo
         max(w.chain for w, (role, _) in zip(each, found, strict=True) if role.computes),
         sum(w.multiply_adds for w in each),
         sum(w.bytes_moved for w in each),
-        any(w.guessed for w in each),
     )
 
 
@@ -195,7 +192,7 @@ def _of_warps(
     parts: Sequence[Region], ptx: Ptx, launch: _Launch, thread: int, num_warps: int
 ) -> Work:
     """Of `num_warps` warps, whose branches are this thread's."""
-    runs, copied, guessed = _average_runs(ptx, launch, thread)
+    runs, copied = _average_runs(ptx, launch, thread)
     chain, cycles = float(START), dict.fromkeys(UNITS, 0.0)
     multiply_adds, bytes_moved = 0.0, num_warps * copied
     for region in parts:
@@ -210,21 +207,20 @@ def _of_warps(
             )
             multiply_adds += runs[b] * num_warps * each
             bytes_moved += runs[b] * (num_warps * (moved.loaded + moved.stored) + moved.bulk)
-    return Work(cycles, chain, multiply_adds, bytes_moved, guessed)
+    return Work(cycles, chain, multiply_adds, bytes_moved)
 
 
-def _average_runs(ptx: Ptx, launch: _Launch, thread: int) -> tuple[list[float], float, bool]:
-    """How often a program runs each block, the bytes that a warp copies, whether it is a guess."""
+def _average_runs(ptx: Ptx, launch: _Launch, thread: int) -> tuple[list[float], float]:
+    """How often a program runs each block, and the bytes that a warp copies."""
     x, y, z = launch.grid
     sampled = sorted({int(i * 0.6180339887 % 1.0 * x * y * z) for i in range(PROGRAMS)} | {0})
-    runs, copied, guessed = [0.0] * len(ptx.blocks), 0.0, False
+    runs, copied = [0.0] * len(ptx.blocks), 0.0
     for i in sampled:
         program = i % x, i // x % y, i // (x * y)
         run = ptx.executions(launch.arguments, program, launch.grid, thread, launch.trips)
         runs = [a + b / len(sampled) for a, b in zip(runs, run.blocks, strict=True)]
         copied += 32 * run.copied / len(sampled)
-        guessed |= run.guessed
-    return runs, copied, guessed
+    return runs, copied
 
 
 def _of_region(
@@ -285,18 +281,12 @@ class Modelled(NamedTuple):
     bound: str
     parts: dict[str, float]  # microseconds of each unit, of the chain, L2 and HBM
     multiply_adds: float  # of the whole launch, padding included
-    guessed: bool
 
 
 def launch_time(
     done: Work, roof: Roof, *, programs: int, num_warps: int, resident: int, tensor_bytes: float
 ) -> Modelled:
-    """The modelled time of a launch.
-
-    Args:
-        programs: of the grid; `resident` of them fit on an SM at once.
-        tensor_bytes: of the tensors that it reads and writes.
-    """
+    """The modelled time of a launch whose grid has `programs`, `resident` on an SM at once."""
     us = 1e-3 / roof.ghz  # of a cycle
     warps = math.ceil(programs / roof.num_sms) * num_warps / 4  # of the busiest SM's sub-cores
     parts = {unit: us * n * warps for unit, n in done.cycles.items()}
@@ -304,6 +294,4 @@ def launch_time(
     parts["L2"] = us * programs * done.bytes_moved / roof.l2
     parts["HBM"] = tensor_bytes / roof.hbm * 1e-3
     total = sum(part**NORM for part in parts.values()) ** (1 / NORM)
-    return Modelled(
-        LAUNCH + total, bound(parts), parts, programs * done.multiply_adds, done.guessed
-    )
+    return Modelled(LAUNCH + total, bound(parts), parts, programs * done.multiply_adds)

@@ -179,19 +179,13 @@ class Ptx:
 
     def executions(
         self,
-        arguments: Sequence[int | None],
-        program: Sequence[int],
+        arguments: Sequence[int | None],  # of the kernel, in order; None: not an integer
+        program: Sequence[int],  # its ids, up to three
         grid: Sequence[int],
         thread: int = 0,
-        trips: int | None = None,
+        trips: int | None = None,  # how often a loop runs whose end is unknown
     ) -> Run:
-        """How often one program of a launch runs each block, by one of its threads.
-
-        Args:
-            arguments: of the kernel, in order; None for one that is not an integer.
-            program, grid: program ids and their numbers, up to three.
-            trips: how often a loop runs whose end is unknown.
-        """
+        """How often one program of a launch runs each block, by one of its threads."""
         registers: Registers = dict(zip(self.parameters, arguments, strict=False))
         for axis, i, n in zip("xyz", (*program, 0, 0), (*grid, 1, 1), strict=False):
             registers |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": n}

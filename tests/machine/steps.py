@@ -34,6 +34,7 @@ from fastvit_kernels.ops.patch_embed.functions import patch_embed
 from fastvit_kernels.ops.rope import rope
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.configs import forced
+from fastvit_kernels.runtime.triton import triton
 from tests.machine.compile import model_step
 
 from . import attention_steps
@@ -111,24 +112,20 @@ def _turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, prefix: int, norm: str
 
 
 def _rope() -> None:
-    """Queries and keys of a packed qkv: both pairings, each norm, whole and partly turned heads."""
-    for H, D, R, norm in (
-        (12, 64, 64, None),
-        (12, 64, 64, "layer_norm"),
-        (16, 80, 80, None),
-        (16, 128, 128, "rms_norm"),
-    ):
+    """Queries and keys of a packed qkv: both pairings, each norm."""
+    heads = (12, 64, None), (12, 64, "layer_norm"), (16, 80, None), (16, 128, "rms_norm")
+    for H, D, norm in heads:
         qkv = torch.empty(64, 201, 3, H, D, dtype=torch.bfloat16)
         q, k = (qkv[:, :, i].requires_grad_() for i in (0, 1))
-        cos, sin = torch.empty(196, 2 * R).split(R, 1)
+        cos, sin = torch.empty(196, 2 * D).split(D, 1)
         _turn(q, k, cos, sin, 5, norm)
 
 
 def _learnt_tables() -> None:
     """Rotation by tables of each head that learn, both pairings, each norm."""
-    for H, D, norm in ((12, 64, None), (12, 64, "layer_norm")):
-        q, k = torch.empty(64, 197, 3, H, D, dtype=torch.bfloat16).requires_grad_().unbind(2)[:2]
-        cos, sin = torch.empty(1, H, 196, 2 * D, requires_grad=True).split(D, -1)
+    for norm in (None, "layer_norm"):
+        q, k = torch.empty(64, 197, 3, 12, 64, dtype=torch.bfloat16).requires_grad_().unbind(2)[:2]
+        cos, sin = torch.empty(1, 12, 196, 128, requires_grad=True).split(64, -1)
         _turn(q, k, cos, sin, 1, norm)
 
 
@@ -176,15 +173,11 @@ def _gated_mlp() -> None:
             with forced(GATED_TABLE.name, config):
                 run(768, 2048, torch.bfloat16, activation, norm=False, packed=packed)
     for config in GATED_NORM_BWD.configs:  # at the widest that it fits
-        widths = [F for F in (4096, 2048, 1024, 384) if GATED_NORM_BWD.fits(here, config, _up(F))]
+        padded = {F: triton.next_power_of_2(F) for F in (4096, 2048, 1024, 384)}
+        widths = [F for F, block in padded.items() if GATED_NORM_BWD.fits(here, config, block)]
         if widths:
             with forced(GATED_NORM_FWD.name, config), forced(GATED_NORM_BWD.name, config):
                 run(768, widths[0], torch.bfloat16, "gelu", norm=True, packed=False)
-
-
-def _up(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()
 
 
 def _patches() -> None:
@@ -194,16 +187,14 @@ def _patches() -> None:
     def run(images: Tensor, patch: tuple[int, ...], kept: int = 0) -> None:
         grid = [n // p for n, p in zip(images.shape[2:], patch, strict=True)]
         num_patches, C = math.prod(grid), 768
-        options: dict[str, Any] = {}
-        if kept:
-            options |= dict(keep=torch.zeros(images.shape[0], kept, dtype=torch.int64))
+        keep = torch.zeros(images.shape[0], kept, dtype=torch.int64) if kept else None
         tensors = [
             torch.empty(shape, requires_grad=True)
             for shape in ((C, 3, *patch), (C,), (1, 1, C), (1, num_patches + 1, C))
         ]
         weight, bias, prefix, pos = tensors
         with torch.autocast("cpu", torch.bfloat16):
-            y = patch_embed(images, weight, bias, prefix_tokens=prefix, pos_embed=pos, **options)
+            y = patch_embed(images, weight, bias, prefix_tokens=prefix, pos_embed=pos, keep=keep)
         backward(y)
 
     image, video = (64, 3, 224, 224), (8, 3, 16, 224, 224)
@@ -289,14 +280,8 @@ DEFAULTS = {
     "wide heads",
     "attention, D=128",
 }
-# Targets whose code is another's but for the assembler: the rules hold of both or of none.
-LIKE_OTHERS = {
-    "sm_89": "sm_86",
-    "sm_103": "sm_100",
-    "sm_110": "sm_100",
-    "sm_120": "sm_86",
-    "sm_121": "sm_120",
-}
+# Code of sm_86 or sm_100 but for the assembler: the rules hold of both or of none.
+LIKE_OTHERS = {"sm_89", "sm_103", "sm_110", "sm_120", "sm_121"}
 SAMPLE = {"ViT-B/16, T=197", "masked attention"}
 
 

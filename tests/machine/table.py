@@ -58,11 +58,8 @@ def _worst(rows: Iterable[Row]) -> dict[tuple[str, ...], dict[str, int]]:
 def compare(
     kernels: Iterable[Examined], recorded: Iterable[Row], whole: bool = True
 ) -> tuple[list[str], list[str]]:
-    """(regressions, remarks) of what was compiled against the rows of a table.
-
-    Args:
-        whole: rows of the table that were not compiled are gone.
-    """
+    """(regressions, remarks) of what was compiled against the rows of a table; where it is the
+    `whole`, rows that were not compiled are gone."""
     regressions, remarks = [], []
     rows, former = _worst(map(row_of, kernels)), _worst(recorded)
     for key, new in rows.items():

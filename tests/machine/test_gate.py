@@ -144,10 +144,7 @@ def test_gate_command_arguments(monkeypatch, capsys):
     monkeypatch.setattr(command, "run_gate", lambda *words: asked.append(words) or 1)
     assert command.main(["gate", "--arch", "sm_80", "--changed", "--jobs", "3"]) == 1
     assert command.main(["gate", "--update", "--changed"]) == 1
-    assert asked == [
-        (["sm_80"], gate.TABLE, False, True, 3),
-        (here, gate.TABLE, True, True, None),
-    ]
+    assert asked == [(["sm_80"], gate.TABLE, False, True, 3), (here, gate.TABLE, True, True, None)]
     with pytest.raises(SystemExit):
         command.main(["gate", "--update", "--arch", "sm_80"])
     assert "--update writes every row" in capsys.readouterr().err

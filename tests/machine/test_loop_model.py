@@ -66,7 +66,7 @@ def test_loops_as_often_as_the_launch_says():
 
 def test_resident_programs_hide_chains():
     """300 programs on 132 SMs come in three turns; where two are resident in two."""
-    done = Work({"tensor": 1000.0}, 5000.0, 1e6, 6e5, False)
+    done = Work({"tensor": 1000.0}, 5000.0, 1e6, 6e5)
     given = dict(programs=300, num_warps=8, tensor_bytes=0)
     parts = [launch_time(done, ROOFS["sm_90"], resident=n, **given).parts for n in (1, 2)]
     assert [part["chain"] * 1.52e3 for part in parts] == pytest.approx([15000, 10000])

@@ -30,11 +30,11 @@ def _fused_dq(a: Arguments) -> float:
     return 5 * math.prod(a["q"].shape) * a["q"].shape[1]
 
 
-def _in_turns(products: int, map_of: str) -> Callable[[Arguments], float | None]:
+def _in_turns(products: int) -> Callable[[Arguments], float | None]:
     """The same of the Gluon kernels, whose tensor maps (B, T, H, D) have D."""
 
     def rule(a: Arguments) -> float | None:
-        return products * math.prod(a["lse_ptr"][0]) * a["T"] * a[map_of].shape[3]
+        return products * math.prod(a["lse_ptr"][0]) * a["T"] * a["out"].shape[3]
 
     return rule
 
@@ -45,8 +45,8 @@ USEFUL: dict[str, Callable[[Arguments], float | None]] = {
     "attention_bwd_dq": _attention(3),
     "attention_bwd_dkdv": _attention(4),
     "attention_bwd_bias": _attention(2),
-    "attention_fwd_pingpong": _in_turns(2, "out"),
-    "attention_bwd_pingpong": _in_turns(5, "out"),
+    "attention_fwd_pingpong": _in_turns(2),
+    "attention_bwd_pingpong": _in_turns(5),
     "attention_bwd_fused_dq": _fused_dq,
     "linear_fwd": lambda a: a["M"] * a["N"] * a["K"],
     "mlp_bwd_hidden": lambda a: a["M"] * a["F"] * a["N"],

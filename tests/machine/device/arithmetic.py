@@ -35,8 +35,7 @@ _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 # Integers
 
-
-_ON_INTEGERS = {
+_BINARY = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -53,7 +52,7 @@ _ON_INTEGERS = {
 )
 def on_integers(op: Op) -> Run:
     """The lower half of a product."""
-    a, b, compute = op.read(1), op.read(2), _ON_INTEGERS[op.parts[0]]
+    a, b, compute = op.read(1), op.read(2), _BINARY[op.parts[0]]
     return op.pure(lambda r: compute(a(r), b(r)))
 
 
@@ -164,13 +163,12 @@ def _shift_right(x: Array, by: Array) -> Array:
 @instruction("shl.{b16,b32,b64}", "shr.{b16,b32,b64,u16,u32,u64,s16,s32,s64}")
 def shift(op: Op) -> Run:
     a, b = op.read(1), op.read(2, "u32")
-    way = _shift_left if op.parts[0] == "shl" else _shift_right
-    text = op.operands[2]
+    left, text = op.parts[0] == "shl", op.operands[2]
     if text.isdigit() and int(text) < 8 * TYPES[op.type].itemsize:
         by = np.array(int(text), TYPES[op.type])
-        if op.parts[0] == "shl":
-            return op.pure(lambda r: a(r) << by)
-        return op.pure(lambda r: a(r) >> by)
+        plain = np.left_shift if left else np.right_shift
+        return op.pure(lambda r: plain(a(r), by))
+    way = _shift_left if left else _shift_right
     return op.pure(lambda r: way(a(r), b(r)))
 
 
@@ -236,10 +234,10 @@ _OF_FLOATS = "{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}"
     f"setp.{_OF_FLOATS}.{{f16,bf16}}",
 )
 def compare(op: Op) -> Run:
-    a, b = _float_reader(op, 1), _float_reader(op, 2)
-    compare = _comparison(op.parts[1], "f" in op.type)
-    if op.has("ftz"):
-        return op.pure(lambda r: compare(flush(a(r)), flush(b(r))))
+    a, b, compare = op.read(1), op.read(2), _comparison(op.parts[1], "f" in op.type)
+    if op.type == "bf16" or op.has("ftz"):
+        prepared = bf16_to_f32 if op.type == "bf16" else flush
+        return op.pure(lambda r: compare(prepared(a(r)), prepared(b(r))))
     return op.pure(lambda r: compare(a(r), b(r)))
 
 
@@ -257,24 +255,16 @@ def flush(x: Array) -> Array:
     return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
 
 
-def _float_reader(op: Op, place: int) -> Callable[[list[Array]], Array]:
-    read = op.read(place)
-    return (lambda r: bf16_to_f32(read(r))) if op.type == "bf16" else read
-
-
 def _flushed(op: Op, compute: Callable[..., Array], *reads) -> Run:
     if not op.has("ftz"):
         return op.pure(lambda r: compute(*(read(r) for read in reads)))
     return op.pure(lambda r: flush(compute(*(flush(read(r)) for read in reads))))
 
 
-_ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-
-
 @instruction("{add,sub,mul}[.rn][.ftz].f32")
 def add_subtract_multiply(op: Op) -> Run:
     """Without .rn ptxas may fuse a product with a sum, and round once less: not here."""
-    return _flushed(op, _ARITHMETIC[op.parts[0]], op.read(1), op.read(2))
+    return _flushed(op, _BINARY[op.parts[0]], op.read(1), op.read(2))
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
@@ -332,11 +322,7 @@ class Error(NamedTuple):
     of: str  # "ulp" of the result, "relative"
 
 
-ERRORS = {
-    "ex2": Error(2, "ulp"),
-    "div": Error(2, "ulp"),
-    "rsqrt": Error(2**-22.9, "relative"),
-}
+ERRORS = {"ex2": Error(2, "ulp"), "div": Error(2, "ulp"), "rsqrt": Error(2**-22.9, "relative")}
 
 
 def off_by(exact: Array, error: Error, bits: Array) -> Array:
@@ -371,7 +357,6 @@ def approximate_quotient(op: Op) -> Run:
 
 # 16 bits, and pairs of them: computed in f32, where a product or sum of two rounds to the same
 
-
 _WIDEN = {"bf16": bf16_to_f32, "f16": lambda bits: bits.view(F16).astype(F32)}
 _PACK = {"bf16": f32_to_bf16, "f16": f32_to_f16}
 
@@ -385,7 +370,7 @@ def _pairs(op: Op, place: int) -> Callable[[list[Array]], list[Array]]:
 @instruction("{add,sub,mul}[.rn].{bf16x2,f16x2}")
 def on_pairs(op: Op) -> Run:
     a, b = _pairs(op, 1), _pairs(op, 2)
-    compute, pack = _ARITHMETIC[op.parts[0]], _PACK[op.type.removesuffix("x2")]
+    compute, pack = _BINARY[op.parts[0]], _PACK[op.type.removesuffix("x2")]
     return op.pure(
         lambda r: joined(*(pack(compute(x, y)) for x, y in zip(a(r), b(r), strict=True)))
     )
@@ -407,7 +392,7 @@ def compare_pairs(op: Op) -> Run:
 
 @instruction("{add,sub,mul}[.rn].{bf16,f16}")
 def on_halves(op: Op) -> Run:
-    a, b, compute = op.read(1, "b16"), op.read(2, "b16"), _ARITHMETIC[op.parts[0]]
+    a, b, compute = op.read(1, "b16"), op.read(2, "b16"), _BINARY[op.parts[0]]
     widen, pack = _WIDEN[op.type], _PACK[op.type]
     return op.pure(lambda r: pack(compute(widen(a(r)), widen(b(r)))))
 
@@ -478,12 +463,9 @@ def move(op: Op) -> Run:
         return _take_apart(op)
     if op.operands[1].startswith("{"):
         return _put_together(op)
-    read = op.read(1)
-    if op.guard is not None:
-        return op.pure(read)
-    slot, source = op.destination(), op.slot(op.operands[1])
-    if op.program.kinds[slot] != op.program.kinds[source]:
-        return op.pure(read)
+    slot, source, kinds = op.destination(), op.slot(op.operands[1]), op.program.kinds
+    if op.guard is not None or kinds[slot] != kinds[source]:
+        return op.pure(op.read(1))
 
     def copy(group):
         r, mask = group.registers, group.mask
@@ -496,7 +478,7 @@ def move(op: Op) -> Run:
 
 def _take_apart(op: Op) -> Run:
     read = op.read(1)
-    parts = [(slot, i) for i, slot in enumerate(_or_none(op, op.items(0))) if slot is not None]
+    parts = [(op.slot(text), i) for i, text in enumerate(op.items(0)) if text != "_"]
     part = np.dtype(f"u{TYPES[op.type].itemsize // len(op.items(0))}")
 
     def run(group):
@@ -505,10 +487,6 @@ def _take_apart(op: Op) -> Run:
             group.write(slot, (value >> value.dtype.type(8 * part.itemsize * i)).astype(part), mask)
 
     return run
-
-
-def _or_none(op: Op, texts: list[str]) -> list[int | None]:
-    return [None if text == "_" else op.slot(text) for text in texts]
 
 
 def _put_together(op: Op) -> Run:

@@ -30,9 +30,8 @@ class Copy:
         mask = self.mask
         if not blocks.all():
             mask = blocks[:, None] if mask is None else mask & blocks[:, None]
-        if group.shared.races is not None:
-            width = self.units.dtype.itemsize
-            group.shared.races.stored(self.offset, width, mask, group.warp_of_thread, self.op)
+        width = self.units.dtype.itemsize
+        group.shared.races.stored(self.offset, width, mask, group.warp_of_thread, self.op)
         group.shared.poke(self.offset, self.units, mask)
 
 
@@ -62,10 +61,8 @@ def copy_async(op: Op) -> Run:
         elif reads is not None:
             units = np.where(reads, units, kind.type(0))
         offset = group.shared.offset(to(r), width, mask, op)
-        nothing = np.frombuffer(poison(np.dtype("u2")).tobytes() * (width // 2), kind)
-        if group.shared.races is not None:
-            group.shared.races.stored(offset, width, mask, group.warp_of_thread, op)
-        group.shared.poke(offset, nothing.reshape(1, 1), mask)
+        group.shared.races.stored(offset, width, mask, group.warp_of_thread, op)
+        group.shared.poke(offset, poison(kind), mask)
         group.copies.open.append(Copy(offset, units, mask, op))
 
     return run

@@ -36,8 +36,7 @@ def wait_at_barrier(op: Op) -> Run:
         chunk, blocks = group.chunk, group.whole_blocks(op)
         wanted = chunk.warps if count is None else count // 32
         if len(group.warps) == wanted:
-            if chunk.races is not None:
-                chunk.races.meet(group.warps, blocks)
+            chunk.races.meet(group.warps, blocks)
             return None
         return _join(group, name, wanted, op)
 
@@ -56,8 +55,7 @@ def _join(group, name: int, wanted: int, op: Op) -> int | None:
     if len(there) == wanted:
         waiting.clear()
         done[0] += 1
-        if chunk.races is not None:
-            chunk.races.meet(there, np.ones(len(chunk.blocks), bool))
+        chunk.races.meet(there, np.ones(len(chunk.blocks), bool))
         return None
     turn = done[0]
     group.ready, group.waits_at = lambda: done[0] > turn, op.where

@@ -7,7 +7,6 @@ own launcher does and runs the program.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,7 +40,7 @@ from . import (  # noqa: F401, each registers its instructions
     wgmma,
 )
 from .execution import Launch, argument
-from .memory import GlobalMemory, check_size
+from .memory import GlobalMemory
 from .program import Program
 from .tensor_copies import host_map
 
@@ -72,19 +71,12 @@ class Recorded:
 
 @dataclass
 class Machine:
-    """What ran, and how: options that tests set.
+    """What ran, and how: options that tests set."""
 
-    Attributes:
-        launches: of each kernel.
-        seconds: of execution, by kernel.
-        recorded: where each launch is kept, with its memory; None: nowhere.
-    """
-
-    target: str
     order: int = 0
-    launches: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
-    recorded: list[Recorded] | None = None
+    launches: Counter[str] = field(default_factory=Counter)  # of each kernel
+    seconds: float = 0.0  # of execution
+    recorded: list[Recorded] | None = None  # each launch, with its memory; None: none is kept
 
     def launch(
         self,
@@ -94,13 +86,7 @@ class Machine:
         values: list,
         tensors: list[Tensor],
     ) -> None:
-        """Run a kernel.
-
-        Args:
-            values: of its parameters, tensors for pointers.
-            tensors: the memory that it may touch.
-        """
-        name = metadata.name
+        """Run a kernel; `values` of its parameters, `tensors` that it may touch."""
         program = _program(text)
         scratch = _scratch(metadata, grid)
         values = [0 if x is None else x for x in (*values, scratch, None)]
@@ -115,8 +101,8 @@ class Machine:
         began = time.perf_counter()
         with np.errstate(all="ignore"):
             Launch(program, grid, arguments, memory, metadata.shared, self.order).run()
-        self.seconds[name] += time.perf_counter() - began
-        self.launches[name] += 1
+        self.seconds += time.perf_counter() - began
+        self.launches[metadata.name] += 1
 
 
 def _scratch(metadata: Any, grid: tuple[int, int, int]) -> Tensor | None:
@@ -125,14 +111,7 @@ def _scratch(metadata: Any, grid: tuple[int, int, int]) -> Tensor | None:
     return torch.zeros(size + 128, dtype=torch.uint8)[:size] if size else None
 
 
-_PROGRAMS: dict[str, Program] = {}
-
-
-def _program(text: str) -> Program:
-    key = hashlib.sha256(text.encode()).hexdigest()
-    if key not in _PROGRAMS:
-        _PROGRAMS[key] = Program(text)
-    return _PROGRAMS[key]
+_program = cache(Program)
 
 
 def flattened(
@@ -161,8 +140,6 @@ class _Launcher:
         self.signature, self.metadata = source.signature, metadata
 
     def __call__(self, x, y, z, stream, function, packed, launch_metadata, enter, leave, *values):
-        machine = running()
-        check_size(self.metadata.shared, TARGETS[machine.target].shared_limit)
         maps = iter(getattr(self.metadata, "tensordesc_meta", None) or ())
         flat = list(flattened(list(self.signature.values()), values, maps))
         tensors = [x for x in flat if isinstance(x, Tensor)]
@@ -170,14 +147,10 @@ class _Launcher:
         for name, padded in zip(self.signature, values, strict=True):
             if name in PADDED and isinstance(padded, Tensor):
                 tensors.append(padded.new_empty(0).set_(padded.untyped_storage()))
-        machine.launch(function, self.metadata, (x, y, z), flat, tensors)
+        _RUNNING[-1].launch(function, self.metadata, (x, y, z), flat, tensors)
 
 
 _RUNNING: list[Machine] = []
-
-
-def running() -> Machine:
-    return _RUNNING[-1]
 
 
 @cache
@@ -198,18 +171,13 @@ def _driver(target: str) -> Any:
 
 @contextmanager
 def ptx_machine(target: str, **options: Any) -> Iterator[Machine]:
-    """Inside, the package's kernels are compiled for `target` and run on CPU tensors.
-
-    Args:
-        target: "sm_80" or "sm_90".
-        options: attributes of the Machine.
-    """
+    """Inside, the package's kernels are compiled for `target` and run on CPU tensors."""
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile")
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
 
-    machine, gpu = Machine(target, **options), TARGETS[target]
+    machine, gpu = Machine(**options), TARGETS[target]
     former, assemble = active_driver(driver), CUDABackend.make_cubin
     CUDABackend.make_cubin = lambda self, src, *_: src.encode()
     driver.set_active(_driver(target))

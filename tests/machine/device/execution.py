@@ -22,7 +22,6 @@ import numpy as np
 from .faults import Deadlock, Diverged
 from .memory import GlobalMemory, SharedMemory
 from .program import END, Op, Program
-from .races import Races
 from .values import TYPES, U32, Array
 
 WAIT = -2  # what an instruction returns whose group must wait; `group.ready` then says until when
@@ -71,21 +70,16 @@ class Launch:
 
 
 class Chunk:
-    """Blocks of a launch in lock step.
-
-    Attributes:
-        blocks: their numbers in the grid.
-        shared: their shared memory.
-        extra: what files of instructions keep for a chunk, by their own keys (mbarriers, say).
-        at_end: what they look at once all groups have ended.
-    """
+    """Blocks of a launch in lock step, by their numbers in the grid."""
 
     def __init__(self, launch: Launch, blocks: Array):
         self.launch, self.program, self.blocks = launch, launch.program, blocks
         self.warps = launch.program.threads // LANES
         self.shared = SharedMemory(len(blocks), launch.shared_bytes, self.warps, self.program.grain)
-        self.races: Races | None = self.shared.races
+        self.races = self.shared.races
         self.groups = [Group(self, np.arange(self.warps), self._registers())]
+        # What files of instructions keep for a chunk, by their own keys (mbarriers, say), and what
+        # they look at once all groups have ended.
         self.extra: dict[str, Any] = {}
         self.at_end: set[Callable[[Chunk], None]] = set()
 
@@ -105,8 +99,7 @@ class Chunk:
         }
         for name, slot in program.slots.items():
             if name in known:
-                value = np.asarray(known[name], U32)
-                registers[slot] = value if value.ndim == 2 else value.reshape(1, 1)
+                registers[slot] = np.array(known[name], U32, ndmin=2)
         return registers
 
     def run(self) -> None:
@@ -151,27 +144,20 @@ class Issued:
 
 
 class Group:
-    """Warps of a chunk's blocks that run together.
-
-    Attributes:
-        registers: an array for each slot, see values.py.
-        mask: the threads that run; None: all of its own.
-        at: number of the block to run next.
-        copies: of cp.async.
-        ready: where it waits, whether it may go on.
-    """
+    """Warps of a chunk's blocks that run together."""
 
     def __init__(self, chunk: Chunk, warps: Array, registers: list[Array]):
-        self.chunk, self.warps, self.registers = chunk, warps, registers
+        self.chunk, self.warps = chunk, warps
+        self.registers = registers  # an array for each slot, see values.py
         self.shared, self.memory = chunk.shared, chunk.launch.memory
         self.threads = LANES * len(warps)
         self.warp_of_thread = np.repeat(warps, LANES)
-        self.mask: Mask = None
-        self.at, self.meets = 0, END
+        self.mask: Mask = None  # the threads that run; None: all of its own
+        self.at, self.meets = 0, END  # numbers of blocks: the next one, and where it meets others
         self.stack: list[Side] = []
-        self.ready: Callable[[], bool] | None = None
+        self.ready: Callable[[], bool] | None = None  # where it waits, whether it may go on
         self.waits_at = ""
-        self.copies = Issued()
+        self.copies = Issued()  # of cp.async
         self.extra: dict[str, Any] = {}
 
     @property
@@ -196,6 +182,11 @@ class Group:
         if op.negated:
             holds = ~holds
         return holds if self.mask is None else holds & self.mask
+
+    def running(self, op: Op) -> Array:
+        """As `active`, of each block and thread."""
+        mask = self.active(op)
+        return self.full(np.ones((1, 1), bool) if mask is None else mask)
 
     def write(self, slot: int, value: Array, mask: Mask) -> None:
         kind = self.chunk.program.kinds[slot]
@@ -226,15 +217,15 @@ class Group:
 
     def run(self) -> None:
         """Until it ends or waits."""
-        blocks = self.chunk.program.runs
+        blocks = self.chunk.program.blocks
         while True:
             while self.at == self.meets and self.stack:
                 self.at, self.mask, self.meets = self.stack.pop()
             if self.at == END:
                 return
             at, following = self.at, None
-            for run in blocks[at]:
-                following = run(self)
+            for op in blocks[at]:
+                following = op.run(self)
             if following == WAIT:
                 self.at = at + 1
                 return
@@ -250,13 +241,9 @@ class Group:
         """Where the group goes on after a branch; None: the next block."""
         if op.guard is None:
             return target
-        at, mask = self.at, self.mask
-        taken = self.registers[op.guard]
-        if op.negated:
-            taken = ~taken
-        others = ~taken
-        if mask is not None:
-            taken, others = taken & mask, others & mask
+        at, mask, taken = self.at, self.mask, self.active(op)
+        assert taken is not None  # there is a guard
+        others = ~taken if mask is None else mask & ~taken
         if not taken.any():
             return None
         if not others.any():

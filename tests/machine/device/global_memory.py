@@ -6,17 +6,20 @@ the width, all elements of a vector together; threads under a false predicate to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .faults import OutOfBounds
-from .program import Op
+from .program import Op, Read
 from .registry import Run, instruction
 from .values import TYPES, Array
 
-_SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
+SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
+FORMS = (SCALARS, "{v2,v4}.{b8,b16,b32,u32,s32,f32}", "v2.{b64,u64,f64}")
 
 
-@instruction(f"ld.param.{_SCALARS}")
+@instruction(f"ld.param.{SCALARS}")
 def load_parameter(op: Op) -> Run:
     """Of a parameter, or where a register says. Narrower than its register it is extended, by its
     sign for s types."""
@@ -60,18 +63,19 @@ def extended(value: Array, kind: np.dtype) -> Array:
     return value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{kind.itemsize}").view(kind)
 
 
-@instruction(
-    f"ld.global.{_SCALARS}",
-    "ld.global.{v2,v4}.{b8,b16,b32,f32,u32,s32}",
-    "ld.global.v2.{b64,u64,f64}",
-)
+@instruction(*(f"ld.global.{form}" for form in FORMS))
 def load(op: Op) -> Run:
-    dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1, "b64")
+    return loader(op, op.address(1, "b64"), lambda group, *what: group.memory.load(*what, op))
+
+
+def loader(op: Op, address: Read, fetch: Callable[..., Array | None]) -> Run:
+    """Writes units that `fetch(group, addresses, width, mask)` gives to the registers."""
+    dtype, slots = TYPES[op.type], op.destinations()
     width, kinds = dtype.itemsize * len(slots), [op.program.kinds[slot] for slot in slots]
 
     def run(group):
         mask = group.active(op)
-        units = group.memory.load(address(group.registers), width, mask, op)
+        units = fetch(group, address(group.registers), width, mask)
         if units is None:
             return
         parts = elements(units, dtype)
@@ -97,11 +101,7 @@ def joined_units(op: Op, place: int):
     return read
 
 
-@instruction(
-    f"st.global.{_SCALARS}",
-    "st.global.{v2,v4}.{b8,b16,b32,f32,u32,s32}",
-    "st.global.v2.{b64,u64,f64}",
-)
+@instruction(*(f"st.global.{form}" for form in FORMS))
 def store(op: Op) -> Run:
     address, value = op.address(0, "b64"), joined_units(op, 1)
 

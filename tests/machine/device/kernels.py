@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -62,12 +63,10 @@ class Outcome(NamedTuple):
     def __str__(self) -> str:
         job = self.job
         where = f"{job.target} {job.precision} {job.kind}: {job.name}"
-        place = f" [{job.place}]" if job.kind == "configs" else ""
-        return f"{'ok  ' if self.fault is None else 'FAIL'} {where}{place}" + (
-            f"  {self.seconds:.2f} s, {self.launches} launches"
-            if self.fault is None
-            else f"  {self.fault}"
-        )
+        where += f" [{job.place}]" if job.kind == "configs" else ""
+        if self.fault is not None:
+            return f"FAIL {where}  {self.fault}"
+        return f"ok   {where}  {self.seconds:.2f} s, {self.launches} launches"
 
 
 @contextmanager
@@ -168,8 +167,7 @@ def jobs(target: str, name: str, kind: str) -> list[Job]:
 def _config_jobs(target: str, name: str) -> list[Job]:
     """Each config once, by the first case that reaches it."""
     with precision(name), ptx_machine(target):
-        reached, faults = all_configs.reach(cases("configs", name))
-    assert not faults, faults
+        reached = _reached(target, name)
     found, done = [], set()
     for place, r in enumerate(reached):
         for config in r.configs():
@@ -182,17 +180,13 @@ def _config_jobs(target: str, name: str) -> list[Job]:
 
 def run_job(job: Job) -> Outcome:
     fault = None
-    machine = Machine(job.target)
+    machine = Machine()
     try:
-        with (
-            precision(job.precision),
-            ptx_machine(job.target) as machine,
-        ):
+        with precision(job.precision), ptx_machine(job.target) as machine:
             fault = _fault_of(job)
     except Exception as error:  # whatever it is, the others still run
         fault = first_line(error)
-    seconds = sum(machine.seconds.values())
-    return Outcome(job, fault, seconds, machine.launches.total())
+    return Outcome(job, fault, machine.seconds, machine.launches.total())
 
 
 def _fault_of(job: Job) -> str | None:
@@ -221,14 +215,16 @@ def _fault_of(job: Job) -> str | None:
     return "; ".join(str(e) for e in errors if not e.passed) or None
 
 
-_REACHED: dict[tuple[str, str], list[all_configs.Reached]] = {}
+@cache
+def _reached(target: str, name: str) -> list[all_configs.Reached]:
+    """By the cases of a precision, on a machine of the target, which runs here."""
+    reached, faults = all_configs.reach(cases("configs", name))
+    assert not faults, faults
+    return reached
 
 
 def _config_fault(job: Job, yardstick: Any) -> str | None:
-    key = job.target, job.precision
-    if key not in _REACHED:
-        _REACHED[key] = all_configs.reach(cases("configs", job.precision))[0]
-    reached = _REACHED[key][job.place]
+    reached = _reached(job.target, job.precision)[job.place]
     _, table, text = job.name.split("|", 2)
     (config,) = (c for c in reached.configs() if str(c) == text)
     assert reached.table == table
@@ -247,11 +243,8 @@ def training_fault(
     img_size: tuple[int, int] = (24, 16),
     embed_dim: int = 64,
 ) -> str | None:
-    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule.
-
-    Args:
-        yardstick: the context of PyTorch's own training.
-    """
+    """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule
+    against PyTorch's own training in the context `yardstick`."""
     torch.manual_seed(0)
     model = VisionTransformer(
         img_size=img_size,
@@ -279,14 +272,9 @@ def training_fault(
         changes = [(p - start[name].to(dtype)).flatten() for name, p in weights.items()]
         return {**found, "change of the weights": torch.cat(changes)}
 
-    def ours(weights: dict[str, Tensor], images: Tensor) -> Tensor:
-        return torch.func.functional_call(model, weights, (images,))
-
-    def plain(weights: dict[str, Tensor], images: Tensor) -> Tensor:
-        return plain_vit(model, weights, images)
-
+    plain = partial(plain_vit, model)
     with poisoned():
-        actual = train(ours, dtype)
+        actual = train(partial(torch.func.functional_call, model), dtype)
     oracle = train(plain, torch.float64)
 
     def specification() -> dict[str, Tensor]:
@@ -309,15 +297,10 @@ def run_device(
     precisions: Sequence[str],
     kinds: Sequence[str],
     count: int,
-    only: Sequence[str] = (),
-    share: tuple[int, int] = (0, 1),
+    only: Sequence[str] = (),  # of these, jobs have one in their names
+    share: tuple[int, int] = (0, 1),  # (number, of): each `of`-th job, from this number on
 ) -> int:
-    """Run them in so many processes, print each outcome as it is there; the exit status.
-
-    Args:
-        only: jobs whose name has one of these in it.
-        share: (number, of): each `of`-th job, from this number on.
-    """
+    """Run them in so many processes, print each outcome as it is there; the exit status."""
     began, total = time.perf_counter(), Counter[str]()
     asked = itertools.product(targets, precisions, kinds)
     found = [job for each in asked for job in jobs(*each)]

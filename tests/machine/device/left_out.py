@@ -56,11 +56,9 @@ def rows(recorded: Recorded) -> Iterator[Row]:
         if not op.name.startswith(ORDERS):
             continue
         former, op.run = op.run, lambda group: None
-        program.__dict__.pop("runs", None)
         kind = ".".join(op.parts[: 3 if op.parts[0] in ("cp", "fence") else 2])
         yield Row(program.name, kind, op.source, noticed(recorded, wanted))
         op.run = former
-        program.__dict__.pop("runs", None)
 
 
 def of_call(target: str, call: Callable[[], Any], config: Any = None) -> Iterator[Row]:

@@ -62,7 +62,7 @@ def each_offset(group, op: Op, read) -> Iterator[tuple[int, Array]]:
     if mask is not None and not mask.any():
         return
     offset = group.shared.offset(address, 8, mask, op)
-    threads = group.full(np.ones((1, 1), bool) if mask is None else mask)
+    threads = group.running(op)
     if offset.size == 1:
         yield int(offset[0, 0]), threads
         return
@@ -77,17 +77,16 @@ def _warps_of(group, threads: Array, block: int) -> Array:
 
 def found(group, op: Op, offset: int, threads: Array) -> Mbarrier:
     """The mbarrier there, whose init these threads must know of."""
-    chunk = group.chunk
-    barrier = _all(chunk).get(offset)
+    races = group.chunk.races
+    barrier = _all(group.chunk).get(offset)
     blocks = threads.any(1)
     if barrier is None or (barrier.count[blocks] == 0).any():
         raise Miscounted(f"no mbarrier at byte {offset} of shared memory", op)
-    if chunk.races is not None:
-        for row, block in enumerate(chunk.races.rows):
-            warps = _warps_of(group, threads, block)
-            maker, epoch = barrier.made[row]
-            if (chunk.races.clock[row, warps, maker] < epoch).any():
-                raise Race(f"no barrier since warp {maker}'s mbarrier.init", op)
+    for row, block in enumerate(races.rows):
+        warps = _warps_of(group, threads, block)
+        maker, epoch = barrier.made[row]
+        if (races.clock[row, warps, maker] < epoch).any():
+            raise Race(f"no barrier since warp {maker}'s mbarrier.init", op)
     return barrier
 
 
@@ -100,8 +99,7 @@ def initialise(op: Op) -> Run:
         for offset, threads in each_offset(group, op, read):
             n, blocks = len(chunk.blocks), threads.any(1)
             if offset not in _all(chunk):
-                columns = 0 if races is None else races.clock.shape[-1]
-                rows = 0 if races is None else len(races.rows)
+                rows, _, columns = races.clock.shape
                 zero = [np.zeros(n, np.int64) for _ in range(4)]
                 knows = [np.zeros((rows, columns), np.int32) for _ in range(2)]
                 _all(chunk)[offset] = Mbarrier(
@@ -119,7 +117,7 @@ def initialise(op: Op) -> Run:
                 (barrier.phase, 0),
             ):
                 array[blocks] = np.broadcast_to(value, n)[blocks]
-            for row in () if races is None else np.flatnonzero(blocks[races.rows]):
+            for row in np.flatnonzero(blocks[races.rows]):
                 warp = _warps_of(group, threads, races.rows[row])[0]
                 barrier.made[row] = warp, races.clock[row, warp, warp]
                 barrier.released[row] = barrier.completed[row] = 0
@@ -147,16 +145,15 @@ def _complete(chunk, barrier: Mbarrier, blocks: Array) -> None:
     done = blocks & (barrier.missing == 0) & (barrier.bytes == 0)
     barrier.phase[done] += 1
     barrier.missing[done] = barrier.count[done]
-    if chunk.races is not None:
-        for row in np.flatnonzero(done[chunk.races.rows]):
-            barrier.completed[row] = barrier.released[row]
+    for row in np.flatnonzero(done[chunk.races.rows]):
+        barrier.completed[row] = barrier.released[row]
 
 
 @instruction("mbarrier.arrive[.expect_tx][.release.cta].shared[::cta].b64")
 def arrive(op: Op) -> Run:
     """mbarrier.arrive _, [at], how often; mbarrier.arrive.expect_tx _, [at], bytes."""
     read, expects = op.address(1), op.has("expect_tx")
-    number = op.read(2, "u32") if len(op.operands) > 2 else None
+    number = op.read(2, "u32") if len(op.operands) > 2 else lambda r: np.ones((1, 1), np.uint32)
     if op.operands[0] != "_":
         raise NotImplementedError(f"{op.where}: the state of an mbarrier")
 
@@ -164,17 +161,14 @@ def arrive(op: Op) -> Run:
         chunk, races = group.chunk, group.chunk.races
         for offset, threads in each_offset(group, op, read):
             barrier, blocks = found(group, op, offset, threads), threads.any(1)
-            if number is None:
-                each = threads
-            else:
-                each = np.where(threads, group.full(number(group.registers)), 0)
+            each = np.where(threads, group.full(number(group.registers)), 0)
             total = each.astype(np.int64).sum(1)
             barrier.missing -= threads.sum(1) if expects else total
             if expects:
                 barrier.bytes += total
             if (barrier.missing < 0).any():
                 raise Miscounted(f"more arrive at byte {offset} than it counts", op)
-            for row in () if races is None else np.flatnonzero(blocks[races.rows]):
+            for row in np.flatnonzero(blocks[races.rows]):
                 for warp in _warps_of(group, threads, races.rows[row]):
                     knows = races.clock[row, warp]
                     np.maximum(barrier.released[row], knows, out=barrier.released[row])
@@ -233,10 +227,9 @@ def _is_complete(chunk, barrier: Mbarrier, threads: Array, parity: Array) -> Arr
         for copy in barrier.copies[i]:
             epoch = copy.land()
             barrier.bytes[i] -= copy.bytes
-            if chunk.races is not None:
-                for row in np.flatnonzero(chunk.races.rows == i):
-                    knows = barrier.released[row]
-                    knows[chunk.races.warps] = max(knows[chunk.races.warps], epoch)
+            for row in np.flatnonzero(chunk.races.rows == i):
+                knows = barrier.released[row]
+                knows[chunk.races.warps] = max(knows[chunk.races.warps], epoch)
         barrier.copies[i] = []
     _complete(chunk, barrier, waiting)
     return (barrier.phase[:, None] % 2) != parity
@@ -244,8 +237,6 @@ def _is_complete(chunk, barrier: Mbarrier, threads: Array, parity: Array) -> Arr
 
 def _learn(group, barrier: Mbarrier, threads: Array) -> None:
     races = group.chunk.races
-    if races is None:
-        return
     for row, block in enumerate(races.rows):
         for warp in _warps_of(group, threads, block):
             proxies.meet_through(races, row, warp, barrier.completed[row])

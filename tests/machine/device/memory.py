@@ -11,33 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .faults import MachineError, Misaligned, OutOfBounds
+from .faults import Misaligned, OutOfBounds
 from .program import SHARED_BASE, Op
 from .races import Races
 from .values import POISON_BYTES, Array
 
 # What moves this many bytes at once. The 16 bytes are copied, never computed with.
-UNITS = {
-    1: np.dtype("u1"),
-    2: np.dtype("u2"),
-    4: np.dtype("u4"),
-    8: np.dtype("u8"),
-    16: np.dtype("c16"),
-}
+UNITS = {np.dtype(kind).itemsize: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "c16")}
 
 
-def _is_aligned(address: Array, mask: Array | None, width: int) -> bool:
-    odd = (address & (width - 1)) != 0
-    return not (odd if mask is None else odd & mask).any()
-
-
-def _range(address: Array, mask: Array | None) -> tuple[int, int]:
-    """The lowest and the highest address of those that run."""
+def _of_those_that_run(address: Array, mask: Array | None) -> Array:
     if mask is None:
-        return int(address.min()), int(address.max())
+        return address
     address, mask = np.broadcast_arrays(address, mask)
-    chosen = address[mask]
-    return int(chosen.min()), int(chosen.max())
+    return address[mask]
 
 
 class Region(NamedTuple):
@@ -48,15 +35,13 @@ class Region(NamedTuple):
     units: dict[int, Array]  # by width, from the multiple of 16 at or below `start`
     holes: Array | None  # of each byte whether no tensor has it; None where there are none
 
-    @property
-    def base(self) -> int:
-        return self.start & ~15
+    def index(self, address: Array, width: int) -> Array:
+        """Of the units of `width` bytes at these addresses."""
+        return ((address - np.uint64(self.start & ~15)) // np.uint64(width)).astype(np.int64)
 
 
 def extent(x: Tensor) -> int:
     """Bytes from a tensor's first element to its last, with both."""
-    if x.numel() == 0:
-        return 0
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size()
 
@@ -97,16 +82,14 @@ class GlobalMemory:
         self.regions.insert(place, self._region(start, start + len(parameters), [given]))
 
     def find(self, address: Array, width: int, mask: Array | None, op: Op) -> list[tuple]:
-        """Checks an access.
-
-        Returns: pairs of a region and the mask of the threads that are in it; none runs: [].
-        """
+        """Checks an access; each region that it is in, and the mask of the threads there."""
         if mask is not None and not mask.any():
             return []
-        low, high = _range(address, mask)
+        asked = _of_those_that_run(address, mask)
+        low, high = int(asked.min()), int(asked.max())
         at = bisect_right(self.starts, low) - 1
         region = self.regions[at] if at >= 0 else None
-        if not _is_aligned(address, mask, width):
+        if (asked & (width - 1)).any():
             raise Misaligned(f"an address that is no multiple of {width}", op)
         if region is None or low >= region.end:
             raise OutOfBounds(self._describe(low), op)
@@ -114,8 +97,7 @@ class GlobalMemory:
             self._check_holes(region, address, width, mask, op)
             return [(region, mask)]
         found = []
-        left = np.broadcast_to(True if mask is None else mask, address.shape)
-        left = np.array(np.broadcast_to(left, np.broadcast_shapes(left.shape, address.shape)))
+        left = np.array(np.broadcast_to(True if mask is None else mask, address.shape))
         for region in self.regions:
             inside = left & (address >= region.start) & (address + width <= region.end)
             if inside.any():
@@ -123,28 +105,20 @@ class GlobalMemory:
                 found.append((region, inside))
                 left &= ~inside
         if left.any():
-            raise OutOfBounds(self._describe(_range(address, left)[0]), op)
+            raise OutOfBounds(self._describe(int(address[left].min())), op)
         return found
 
     def _check_holes(self, region: Region, address: Array, width: int, mask, op: Op) -> None:
         if region.holes is None:
             return
-        offset = (address - np.uint64(region.start)).astype(np.int64)
-        if mask is not None:
-            offset, mask = np.broadcast_arrays(offset, mask)
-            offset = offset[mask]
+        asked = _of_those_that_run(address, mask)
+        offset = (asked - np.uint64(region.start)).astype(np.int64)
         for i in {0, width - 1}:
             if region.holes[offset + i].any():
                 raise OutOfBounds("between the elements of a tensor, where rows are padded", op)
 
     def _describe(self, address: int) -> str:
-        near = min(
-            self.regions,
-            key=lambda r: min(abs(address - r.start), abs(address - r.end)),
-            default=None,
-        )
-        if near is None:
-            return f"address {address:#x}, and the launch has no tensor"
+        near = min(self.regions, key=lambda r: min(abs(address - r.start), abs(address - r.end)))
         return (
             f"address {address:#x} is in no tensor of the launch; the nearest one is "
             f"{near.end - near.start} bytes long, this is {address - near.start} from its start"
@@ -155,7 +129,7 @@ class GlobalMemory:
         found = self.find(address, width, mask, op)
         result = None
         for region, inside in found:
-            index = ((address - np.uint64(region.base)) >> _LOG[width]).astype(np.int64)
+            index = region.index(address, width)
             if inside is not None:
                 index = np.where(inside, index, index.min(where=inside, initial=2**62))
             part = region.units[width].take(index)
@@ -165,7 +139,7 @@ class GlobalMemory:
     def store(self, address: Array, value: Array, mask: Array | None, op: Op) -> None:
         width = value.dtype.itemsize
         for region, inside in self.find(address, width, mask, op):
-            index = ((address - np.uint64(region.base)) >> _LOG[width]).astype(np.int64)
+            index = region.index(address, width)
             if inside is None:
                 region.units[width][index] = value
             else:
@@ -173,25 +147,16 @@ class GlobalMemory:
                 region.units[width][index[inside]] = part[inside]
 
 
-_LOG = {1: np.uint64(0), 2: np.uint64(1), 4: np.uint64(2), 8: np.uint64(3), 16: np.uint64(4)}
-
-
 class SharedMemory:
-    """Of the blocks of a chunk. Unwritten bytes are poison.
-
-    Attributes:
-        races: sees each access; None: nothing does.
-    """
+    """Of the blocks of a chunk. Unwritten bytes are poison; `races` sees each access."""
 
     def __init__(self, blocks: int, size: int, warps: int, grain: int):
         self.blocks, self.bytes = blocks, size
         self.padded = max(16, -(-size // 16) * 16)
-        raw = np.empty((blocks, self.padded // 2, 2), np.uint8)
-        raw[...] = POISON_BYTES
-        raw = raw.reshape(blocks, -1)
+        raw = np.tile(np.array(POISON_BYTES, np.uint8), (blocks, self.padded // 2))
         self.units = {w: raw.view(unit) for w, unit in UNITS.items()}
         self._first = np.arange(blocks)[:, None] * self.padded
-        self.races = Races(blocks, self.padded, warps, grain) if warps > 1 else None
+        self.races = Races(blocks, self.padded, warps, grain)
 
     def offset(self, address: Array, width: int, mask: Array | None, op: Op) -> Array:
         """From the start of shared memory, checked; where no thread runs it is 0."""
@@ -207,16 +172,11 @@ class SharedMemory:
         return offset
 
     def load(self, address: Array, width: int, mask: Array | None, op: Op, warp: Array) -> Array:
-        """Units of `width` bytes for each thread; where it does not run, any.
-
-        Args:
-            warp: number of each thread's warp, for the race detector.
-        """
+        """Units of `width` bytes for each thread; where it does not run, any."""
         if mask is not None and not mask.any():
             return np.zeros((1, 1), UNITS[width])
         offset = self.offset(address, width, mask, op)
-        if self.races is not None:
-            self.races.loaded(offset, width, mask, warp, op)
+        self.races.loaded(offset, width, mask, warp, op)
         return self.peek(offset, width)
 
     def peek(self, offset: Array, width: int) -> Array:
@@ -230,8 +190,7 @@ class SharedMemory:
         if mask is not None and not mask.any():
             return
         offset = self.offset(address, width, mask, op)
-        if self.races is not None:
-            self.races.stored(offset, width, mask, warp, op)
+        self.races.stored(offset, width, mask, warp, op)
         self.poke(offset, value, mask)
 
     def poke(self, offset: Array, value: Array, mask: Array | None) -> None:
@@ -251,8 +210,3 @@ class SharedMemory:
             index, value, mask = np.broadcast_arrays(index, value, mask)
             index, value = index[mask], value[mask]
         units.reshape(-1)[index] = value
-
-
-def check_size(shared_bytes: int, limit: int) -> None:
-    if shared_bytes > limit:
-        raise MachineError(f"{shared_bytes} bytes of shared memory, a block has {limit}")

@@ -8,7 +8,6 @@ Python an instruction comes.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ import numpy as np
 from ..ptx import _operands as split_operands
 from .faults import MachineError
 from .registry import ENDS_BLOCK, INSTRUCTIONS, Run
-from .values import TYPES, Array, bits_of, poison
+from .values import TYPES, Array, poison
 
 END = -1  # where a program ends, as the number of a block
 
@@ -91,24 +90,21 @@ class Op:
             return program.constant(program.shared_symbols[name], "b32")
         if name in program.places:
             return program.constant(program.places[name], type or self.type)
-        return program.constant(self._number(name, type or self.type), type or self.type)
+        return program.constant(self._number(name), type or self.type)
 
-    def _number(self, text: str, type: str) -> int:
+    def _number(self, text: str) -> int:
         if re.fullmatch(r"0f[0-9A-Fa-f]{8}", text):
-            bits = int(text[2:], 16)
-            return bits if type != "f64" else bits_of(np.float64(_float32(bits)))
-        if re.fullmatch(r"0d[0-9A-Fa-f]{16}", text):
             return int(text[2:], 16)
         try:
             return int(text.rstrip("U"), 0)
         except ValueError:
             raise MachineError(f"what is {text!r}?", self) from None
 
-    def destination(self, place: int = 0) -> int:
-        return self.slot(self.operands[place])
+    def destination(self) -> int:
+        return self.slot(self.operands[0])
 
-    def destinations(self, place: int = 0) -> list[int]:
-        return [self.slot(text) for text in self.items(place)]
+    def destinations(self) -> list[int]:
+        return [self.slot(text) for text in self.items(0)]
 
     def reader(self, text: str, type: str = "") -> Read:
         """Reads a register or constant as numbers of this type."""
@@ -161,45 +157,24 @@ class Op:
         return self.program.labels[self.names.get(text, text)]
 
 
-def _float32(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
-
-
 # What a group fills in when it starts: see execution.py.
-SPECIAL_REGISTERS = (
-    "%tid.x",
-    "%ntid.x",
-    "%ctaid.x",
-    "%ctaid.y",
-    "%ctaid.z",
-    "%nctaid.x",
-    "%nctaid.y",
-    "%nctaid.z",
-)
+SPECIAL_REGISTERS = ("%tid.x", "%ntid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z")
+SPECIAL_REGISTERS += ("%nctaid.x", "%nctaid.y", "%nctaid.z")
 
 SHARED_BASE = 1024  # where shared memory begins: a multiple of every alignment, and not 0
 
 
 class Program:
-    """A kernel's PTX, ready to run.
-
-    Attributes:
-        blocks: the instructions of each block; the last may leave it (registry.ENDS_BLOCK).
-        meets: of each block, where threads that part at its end meet again: the first block that
-            every path from there passes (its immediate post-dominator), or END.
-        kinds: numpy's dtype of each slot.
-        constants: slot -> the value that it always has.
-        places: of each parameter in their own state space, which begins at 0.
-    """
+    """A kernel's PTX, ready to run."""
 
     def __init__(self, text: str):
         self.slots: dict[str, int] = {}
-        self.kinds: list[np.dtype] = []
-        self.constants: dict[int, Array] = {}
+        self.kinds: list[np.dtype] = []  # of each slot
+        self.constants: dict[int, Array] = {}  # by slot
         self._constants: dict[tuple[int, np.dtype], int] = {}
         self.labels: dict[str, int] = {}
         self.branch_targets: dict[str, list[str]] = {}  # of brx.idx, by the label of the list
-        self.blocks: list[list[Op]] = [[]]
+        self.blocks: list[list[Op]] = [[]]  # the last Op may leave its block: ENDS_BLOCK
         self.shared_symbols: dict[str, int] = {}
         before, _, rest = text.partition(".entry ")
         if not rest:
@@ -210,7 +185,7 @@ class Program:
             Parameter(m[2], m[1], int(m[3][1:-1]) if m[3] else TYPES[m[1]].itemsize)
             for m in _PARAMETER.finditer(signature)
         ]
-        self.places: dict[str, int] = {}
+        self.places: dict[str, int] = {}  # of parameters in their state space, which begins at 0
         self.parameter_bytes = 0
         for name, type, size in self.parameters:
             align = 64 if type == "b8" else size
@@ -223,6 +198,7 @@ class Program:
         self.files = {int(m[1]): m[2].rpartition("/")[2] for m in _FILE.finditer(text)}
         first_line = (before + ".entry " + signature).count("\n") + 1
         self._read(body, first_line)
+        # Of each block, where threads that part at its end meet again, or END.
         self.meets = immediate_post_dominators(self.successors)
         for op in self.ops:
             try:
@@ -235,11 +211,6 @@ class Program:
     @property
     def ops(self) -> list[Op]:
         return [op for block in self.blocks for op in block]
-
-    @cached_property
-    def runs(self) -> list[list[Run]]:
-        """What runs each block's instructions."""
-        return [[op.run for op in block] for block in self.blocks]
 
     @cached_property
     def parts_for_good(self) -> bool:

@@ -30,12 +30,9 @@ def fence_async_proxy(op: Op) -> Run:
 
     def run(group):
         races = group.chunk.races
-        mask = group.active(op)
-        if races is None or (mask is not None and not mask.any()):
-            return
-        by_warp = group.by_warp(np.ones((1, 1), bool) if mask is None else mask).any(-1)
+        by_warp = group.by_warp(group.running(op)).any(-1)
         for i, block in enumerate(races.rows):
-            warps = group.warps[by_warp[block if by_warp.shape[0] > 1 else 0]]
+            warps = group.warps[by_warp[block]]
             clock, n = races.clock[i], races.warps
             known = clock[warps]
             known[:, n + 1 : -1] = np.maximum(known[:, n + 1 : -1], known[:, :n])

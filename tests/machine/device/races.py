@@ -20,13 +20,7 @@ from .values import Array
 
 
 class Races:
-    """Of the watched blocks of a chunk.
-
-    Args:
-        blocks: how many the chunk has.
-        size: of their shared memory, in bytes.
-        grain: bytes of the narrowest access.
-    """
+    """Of a chunk's blocks with `size` bytes each; `grain` has the narrowest access."""
 
     def __init__(self, blocks: int, size: int, warps: int, grain: int):
         self.rows = np.array(sorted({0, blocks - 1}))  # the blocks that are watched

@@ -1,12 +1,7 @@
 """Which instructions the machine knows: each full name, with its modifiers, and what makes it run.
 
-    @instruction("mad.lo.{s16,u16,s32,u32,s64,u64}")
-    def multiply_add_low(op: Op) -> Run: ...
-
-names six instructions: `{a,b}` stands for one of them each, `[.x]` for with and without. A name
-that no file registers is an error when the program is read, so no modifier is ever passed over.
-`multiply_add_low` is called once for each place in a program; what it returns runs there, each
-time.
+A name that no file registers is an error when the program is read, so no modifier is ever passed
+over. __init__.py says how one is added.
 """
 
 from __future__ import annotations
@@ -39,12 +34,8 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def instruction(*patterns: str, ends_block: bool = False) -> Callable[[Make], Make]:
-    """Registers what makes these instructions run.
-
-    Args:
-        ends_block: it returns where its group goes on: the number of a block, END, or WAIT
-            (execution.py); None for the next block.
-    """
+    """Registers what makes these instructions run. With `ends_block` that returns where its group
+    goes on: the number of a block, END, or WAIT (execution.py); None for the next block."""
 
     def register(make: Make) -> Make:
         for pattern in patterns:

@@ -9,32 +9,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from .global_memory import elements, extended, joined_units
+from .global_memory import FORMS, elements, joined_units, loader
 from .program import Op
 from .registry import Run, instruction
 from .values import TYPES, U16, U32, Array
 
-_SCALARS = "{b8,u8,s8,b16,u16,s16,b32,u32,s32,f32,b64,u64,s64,f64}"
-_VECTORS = ("v2.{b8,b16,b32,u32,s32,f32,b64,u64,f64}", "v4.{b8,b16,b32,u32,s32,f32}")
 
-
-@instruction(f"ld.shared[::cta].{_SCALARS}", *(f"ld.shared[::cta].{x}" for x in _VECTORS))
+@instruction(*(f"ld.shared[::cta].{form}" for form in FORMS))
 def load_shared(op: Op) -> Run:
-    dtype, slots, address = TYPES[op.type], op.destinations(), op.address(1)
-    width, kinds = dtype.itemsize * len(slots), [op.program.kinds[slot] for slot in slots]
-    op.width = width
+    op.width = TYPES[op.type].itemsize * len(op.items(0))
 
-    def run(group):
-        mask = group.active(op)
-        units = group.shared.load(address(group.registers), width, mask, op, group.warp_of_thread)
-        parts = elements(units, dtype)
-        for i, (slot, kind) in enumerate(zip(slots, kinds, strict=True)):
-            group.write(slot, extended(parts[..., i], kind), mask)
+    def fetch(group, *what):
+        return group.shared.load(*what, op, group.warp_of_thread)
 
-    return run
+    return loader(op, op.address(1), fetch)
 
 
-@instruction(f"st.shared[::cta].{_SCALARS}", *(f"st.shared[::cta].{x}" for x in _VECTORS))
+@instruction(*(f"st.shared[::cta].{form}" for form in FORMS))
 def store_shared(op: Op) -> Run:
     address, value = op.address(0), joined_units(op, 1)
     width = op.width = TYPES[op.type].itemsize * len(op.items(1))
@@ -49,19 +40,14 @@ def store_shared(op: Op) -> Run:
     return run
 
 
-def _rows(op: Op, group, address: Array, count: int) -> Array:
-    """(blocks or 1, warps, count, 8 rows, 8 elements) of 16 bits."""
+def _rows(op: Op, group, address: Array, count: int) -> tuple[Array, Array | None, Array]:
+    """Addresses of rows, who of the lanes that name them run, and their warps."""
     mask = group.whole_warps(op)
-    lanes = 8 * count
-    # Only the first 8 `count` lanes of each warp name a row.
+    lanes = 8 * count  # of each warp the first alone name a row
     rows = group.by_warp(address)[..., :lanes].reshape(address.shape[0], -1)
     if mask is not None and mask.shape[1] > 1:
         mask = group.by_warp(mask)[..., :lanes].reshape(mask.shape[0], -1)
-    warps = np.repeat(group.warps, lanes)
-    units = group.shared.load(rows, 16, mask, op, warps)
-    if units.shape[1] == 1:  # no thread runs
-        units = np.broadcast_to(units, rows.shape)
-    return elements(units, U16).reshape(units.shape[0], len(group.warps), count, 8, 8)
+    return rows, mask, np.repeat(group.warps, lanes)
 
 
 @instruction("ldmatrix.sync.aligned.m8n8.{x1,x2,x4}[.trans].shared.b16")
@@ -70,7 +56,11 @@ def load_matrices(op: Op) -> Run:
     transposed = op.has("trans")
 
     def run(group):
-        matrices = _rows(op, group, address(group.registers), len(slots))
+        rows, mask, warps = _rows(op, group, address(group.registers), len(slots))
+        units = group.shared.load(rows, 16, mask, op, warps)
+        if units.shape[1] == 1:  # no thread runs
+            units = np.broadcast_to(units, rows.shape)
+        matrices = elements(units, U16).reshape(len(units), len(group.warps), len(slots), 8, 8)
         if transposed:
             matrices = matrices.swapaxes(-1, -2)
         words = np.ascontiguousarray(matrices).view(U32)  # (.., count, 8, 4)
@@ -87,19 +77,17 @@ def store_matrices(op: Op) -> Run:
     """The reverse: of a warp's registers into shared memory."""
     address, op.width = op.address(0), 16
     reads = [op.reader(text, "b32") for text in op.items(1)]
-    lanes, transposed = 8 * len(reads), op.has("trans")
+    transposed = op.has("trans")
 
     def run(group):
-        r, mask = group.registers, group.whole_warps(op)
-        rows = group.by_warp(address(r))[..., :lanes].reshape(address(r).shape[0], -1)
-        if mask is not None and mask.shape[1] > 1:
-            mask = group.by_warp(mask)[..., :lanes].reshape(mask.shape[0], -1)
+        r = group.registers
+        rows, mask, warps = _rows(op, group, address(r), len(reads))
         words = np.broadcast_arrays(*(group.by_warp(read(r)) for read in reads))
         matrices = np.ascontiguousarray(np.stack(words, 2)).view(U16)
         matrices = matrices.reshape(*words[0].shape[:2], len(reads), 8, 8)
         if transposed:
             matrices = matrices.swapaxes(-1, -2)
         units = np.ascontiguousarray(matrices).view("c16").reshape(matrices.shape[0], -1)
-        group.shared.store(rows, units, mask, op, np.repeat(group.warps, lanes))
+        group.shared.store(rows, units, mask, op, warps)
 
     return run

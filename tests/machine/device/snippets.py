@@ -15,17 +15,14 @@ from .memory import GlobalMemory
 from .program import Program
 from .values import Array
 
-_KINDS = {"%p": "pred", "%rs": "b16", "%r": "b32", "%f": "f32", "%rd": "b64", "%fd": "f64"}
+_KINDS = {"%p": "pred", "%rs": "b16", "%r": "b32", "%rd": "b64"}
 
 
 def text_of(body: str, threads: int = 32, parameters: Sequence[str] = ()) -> str:
     """A kernel with these lines; registers are declared by their names."""
-    names = sorted(set(re.findall(r"%(?:rs|rd|r|fd|f|p)\d+", body)))
+    names = sorted(set(re.findall(r"%(?:rs|rd|r|p)\d+", body)))
     declared = "\n".join(f".reg .{_KINDS[name.rstrip('0123456789')]} {name};" for name in names)
-    given = ",\n".join(
-        f".param .{type} snippet_param_{i}{'[128]' if type == 'b8' else ''}"
-        for i, type in enumerate(parameters)
-    )
+    given = ",\n".join(f".param .{type} snippet_param_{i}" for i, type in enumerate(parameters))
     return (
         ".extern .shared .align 16 .b8 global_smem[];\n"
         f".visible .entry snippet(\n{given}\n)\n.reqntid {threads}\n"
@@ -35,25 +32,18 @@ def text_of(body: str, threads: int = 32, parameters: Sequence[str] = ()) -> str
 
 def run(
     body: str,
-    registers: Mapping[str, Any] | None = None,
+    registers: Mapping[str, Any] | None = None,  # their first bits: one number, or by thread
     *,
     threads: int = 32,
     blocks: int = 1,
-    shared: int = 0,
-    tensors: Sequence[Tensor] = (),
-    arguments: Sequence[tuple[str, Any]] = (),
+    shared: int = 0,  # bytes
+    tensors: Sequence[Tensor] = (),  # the memory that may be touched
+    arguments: Sequence[tuple[str, Any]] = (),  # types and values of `snippet_param_0` and so on
     order: int = 0,
-    begins: Array | None = None,
+    begins: Array | None = None,  # the bytes of shared memory at first
 ) -> dict[str, Any]:
     """Run these lines by all threads of some blocks.
 
-    Args:
-        registers: what registers hold first, by name: a number, one for each thread, or an array
-            (blocks, threads). Their bits are taken.
-        shared: bytes of shared memory.
-        tensors: the memory that may be touched.
-        arguments: types and values of `snippet_param_0` and so on.
-        begins: the bytes of shared memory at first, one array or one for each block.
     Returns: the registers of the first group at the end, by name, shape (blocks, threads); and
         "shared", the bytes of shared memory, (blocks, bytes).
     """
@@ -68,13 +58,10 @@ def run(
         array = np.asarray(value)
         if array.dtype != kind:
             array = array.view(kind) if array.dtype.kind == "f" else array.astype(kind)
-        group.registers[program.slots[name]] = array.reshape(
-            (1, 1) if array.ndim == 0 else (1, -1) if array.ndim == 1 else array.shape
-        )
+        group.registers[program.slots[name]] = array.reshape(1, -1)
     if begins is not None:
-        chunk.shared.units[1][:, : begins.shape[-1]] = begins
+        chunk.shared.units[1][:, : len(begins)] = begins
     with np.errstate(all="ignore"):
         chunk.run()
     found = {name: group.full(group.registers[slot]) for name, slot in program.slots.items()}
-    raw = chunk.shared.units[1]
-    return {**found, "shared": raw[:, : max(shared, 0)]}
+    return {**found, "shared": chunk.shared.units[1][:, :shared]}

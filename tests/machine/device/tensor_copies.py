@@ -28,7 +28,7 @@ from .mbarriers import Landing, each_offset, found
 from .memory import UNITS
 from .program import SHARED_BASE, Op
 from .registry import Run, instruction
-from .values import POISON_BYTES, Array
+from .values import Array, poison
 
 MAP = np.dtype(
     [
@@ -49,7 +49,7 @@ MAP = np.dtype(
 ELEMENT_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)
 F32 = 7
 SPANS = (1, 2, 4, 8)  # units of 16 bytes, by swizzle_mode: none, 32, 64, 128 bytes
-POISON_UNIT = np.frombuffer(bytes(POISON_BYTES) * 8, UNITS[16])[0]
+POISON_UNIT = poison(UNITS[16])[0, 0]
 _BOX = re.compile(r"\[\s*(%?[\w$]+)\s*,\s*(\{[^}]*\})\s*\]")
 
 
@@ -144,12 +144,9 @@ def _cells(races, box: Box) -> slice:
     return slice(box.offset // races.grain, (box.offset + box.bytes) // races.grain)
 
 
-def _boxes(group, op: Op, map_and_place: Callable, target, inside: Array | None = None):
+def _boxes(group, op: Op, map_and_place: Callable, target):
     """Of each thread that issues a copy: its block, number, warp, and the box."""
-    mask = group.active(op)
-    if mask is not None and not mask.any():
-        return
-    threads = group.full(np.ones((1, 1), bool) if mask is None else mask)
+    threads = group.running(op)
     addresses, coordinates = map_and_place(group.registers)
     addresses, target = group.full(addresses), group.full(target(group.registers))
     coordinates = [group.full(x) for x in coordinates]
@@ -192,7 +189,7 @@ def load_box(op: Op) -> Run:
             for block in np.flatnonzero(threads.any(1))
         }
         for block, _, warp, box in _boxes(group, op, box_of, target):
-            rows = [] if races is None else np.flatnonzero(races.rows == block)
+            rows = np.flatnonzero(races.rows == block)
             for row in rows:
                 proxies.check_write(races, row, _cells(races, box), warp, op)
                 proxies.begin_write(races, row, _cells(races, box), op)
@@ -238,7 +235,7 @@ class Store:
 
     def _watch(self, *actions) -> None:
         races, warps, op = self.group.chunk.races, np.array([self.warp]), self.box.op
-        for row in () if races is None else np.flatnonzero(races.rows == self.block):
+        for row in np.flatnonzero(races.rows == self.block):
             for action in actions:
                 action(races, row, _cells(races, self.box), warps, op)
 
@@ -283,8 +280,7 @@ class Bulk:
 
 
 def _bulks(group, op: Op):
-    mask = group.active(op)
-    threads = group.full(np.ones((1, 1), bool) if mask is None else mask)
+    threads = group.running(op)
     for (block, warp, lane), bulk in group.chunk.extra.get("bulk", {}).items():
         place = np.flatnonzero(group.warps == warp)
         if len(place) and threads[block, 32 * place[0] + lane]:
@@ -396,10 +392,9 @@ def publish_map(op: Op) -> Run:
         raise MachineError("a tensor map has 128 bytes", op)
 
     def run(group):
-        r, mask = group.registers, group.whole_warps(op)
-        lanes = 16 * np.arange(8, dtype=np.uint64)
-        full = np.ones((1, 1), bool) if mask is None else mask
-        runs = group.by_warp(full)[..., :8]
+        group.whole_warps(op)
+        r, lanes = group.registers, 16 * np.arange(8, dtype=np.uint64)
+        runs = group.by_warp(group.running(op))[..., :8]
         runs = runs.reshape(runs.shape[0], -1)
         if not runs.any():
             return
@@ -407,15 +402,9 @@ def publish_map(op: Op) -> Run:
         parts = [group.by_warp(read(r))[..., :8] + lanes for read in (to, source)]
         targets, sources = (x.reshape(x.shape[0], -1) for x in parts)
         units = group.shared.load(sources, 16, runs, op, warps)
-        shape = np.broadcast_shapes(targets.shape, units.shape, runs.shape)
-        group.memory.store(
-            np.broadcast_to(targets, shape),
-            np.broadcast_to(units, shape),
-            np.broadcast_to(runs, shape),
-            op,
-        )
-        made = np.broadcast_to(targets, shape)[:, ::8][np.broadcast_to(runs, shape)[:, ::8]]
-        for address in made:
+        targets, units, runs = np.broadcast_arrays(targets, units, runs)
+        group.memory.store(targets, units, runs, op)
+        for address in targets[:, ::8][runs[:, ::8]]:
             group.chunk.extra.setdefault("maps", {})[int(address)] = None
 
     return run
@@ -427,15 +416,12 @@ def acquire_map(op: Op) -> Run:
     read = op.address(0, "b64")
 
     def run(group):
-        mask, races = group.active(op), group.chunk.races
-        if mask is not None and not mask.any():
-            return
-        threads = group.full(np.ones((1, 1), bool) if mask is None else mask)
+        threads, races = group.running(op), group.chunk.races
         address, maps = group.full(read(group.registers)), group.chunk.extra.setdefault("maps", {})
         for block in np.flatnonzero(threads.any(1)):
             thread = int(np.flatnonzero(threads[block])[0])
             warp, epoch = int(group.warp_of_thread[thread]), 0
-            for row in () if races is None else np.flatnonzero(races.rows == block):
+            for row in np.flatnonzero(races.rows == block):
                 epoch = int(races.clock[row, warp, warp])
                 races.clock[row, warp, warp] += 1
             maps[int(address[block, thread])] = warp, epoch
@@ -450,6 +436,6 @@ def _check_map(group, address: int, block: int, warp: int, op: Op) -> None:
     if maps[address] is None:
         raise Unfenced("a tensor map without fence.proxy.tensormap", op)
     maker, epoch = maps[address]
-    for row in () if races is None else np.flatnonzero(races.rows == block):
+    for row in np.flatnonzero(races.rows == block):
         if races.clock[row, warp, maker] < epoch:
             raise Race(f"no barrier since warp {maker}'s fence.proxy.tensormap", op)

@@ -252,10 +252,8 @@ def _box_of(rows=16, columns=32, x=None, swizzle=0):
 
 def test_mbarriers():
     """Parity 1 of a fresh one holds at once, and each phase is complete once."""
-    init, invalid = (
-        "@%p1 mbarrier.init.shared::cta.b64 [%r90], 1;",
-        "mbarrier.inval.shared::cta.b64",
-    )
+    init = "@%p1 mbarrier.init.shared::cta.b64 [%r90], 1;"
+    invalid = "mbarrier.inval.shared::cta.b64"
     noticed(
         f"{INIT} {wait(1)} bar.sync 1; {ARRIVE} {wait(0)} bar.sync 2; {ARRIVE} {wait(-1)}",
         (ARRIVE, "", Deadlock, "1 of 1 arrivals"),

@@ -33,7 +33,7 @@ TYPES: dict[str, np.dtype] = {
 }
 
 U16, U32, U64 = np.dtype("u2"), np.dtype("u4"), np.dtype("u8")
-S32, S64, F16, F32, F64 = (np.dtype(x) for x in ("i4", "i8", "f2", "f4", "f8"))
+S32, S64, F16, F32 = (np.dtype(x) for x in ("i4", "i8", "f2", "f4"))
 
 POISON_BYTES = (0xFF, 0x7F)  # NaN as f16, bf16, f32 and f64; a far address as an integer
 
@@ -44,10 +44,6 @@ def poison(kind: np.dtype) -> Array:
     if kind == np.dtype(bool):
         return np.ones((1, 1), bool)
     return np.frombuffer(bytes(POISON_BYTES) * (kind.itemsize // 2), kind).reshape(1, 1)
-
-
-def bits_of(x: Any) -> int:
-    return int(x.view(f"u{x.dtype.itemsize}"))
 
 
 def bf16_to_f32(bits: Array) -> Array:

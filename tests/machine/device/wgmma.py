@@ -66,15 +66,8 @@ def tile_units(descriptor: int, rows: int, mn_major: bool) -> Array:
 
 
 @lru_cache(16384)
-def tile_bounds(descriptor: int, rows: int, mn_major: bool) -> tuple[int, int]:
-    """Its first byte, and the one behind its last."""
-    units = tile_units(descriptor, rows, mn_major)
-    return 16 * int(units.min()), 16 * int(units.max()) + 16
-
-
-@lru_cache(16384)
 def tile_cells(descriptor: int, rows: int, mn_major: bool, grain: int) -> Array:
-    """The race detector's cells of a tile."""
+    """The race detector's cells of a tile, in order."""
     each = 16 // grain
     units = np.unique(tile_units(descriptor, rows, mn_major))
     return (units[:, None] * each + np.arange(each)).reshape(-1)
@@ -131,7 +124,7 @@ class Flight:
         self.serial = (self.serial + 1) & 0x3FFFFF
         return np.full((1, 1), 0x7FC00000 | self.serial, U32)
 
-    def copied(self, slot: int, source: int) -> bool:
+    def copied(self, slot: int, source: int) -> None:
         """A mov of a register in flight."""
         found = [
             (accumulator, accumulator.slots.index(source))
@@ -141,14 +134,10 @@ class Flight:
         if found:
             names = self.names.setdefault(slot, [])
             names += [pair for pair in found if pair not in names]
-        return bool(found)
 
 
 def flight(group) -> Flight:
-    found = group.extra.get("wgmma")
-    if found is None:
-        found = group.extra["wgmma"] = Flight()
-    return found
+    return group.extra.setdefault("wgmma", Flight())
 
 
 # D, in registers and as matrices
@@ -176,9 +165,7 @@ def to_registers(matrix: Array) -> Array:
 def _numbers(units: Array, type: str) -> Array:
     """Units of 16 bytes as f32, (..., eight or four)."""
     units = np.ascontiguousarray(units)
-    if type == "tf32":
-        return unpacked(units[..., None].view(U32), type)[..., 0]
-    return unpacked(units[..., None].view(U32), type).reshape(*units.shape, 8)
+    return unpacked(units[..., None].view(U32), type).reshape(*units.shape, -1)
 
 
 def _from_shared(group, tiles: list[Tile], type: str, chosen: Array, like: int) -> Array:
@@ -193,11 +180,7 @@ def _from_shared(group, tiles: list[Tile], type: str, chosen: Array, like: int) 
     )
     if index.min() < 0 or (index.max() + 1) * 16 > group.shared.bytes:
         raise OutOfBounds("a tile of wgmma outside of shared memory")
-    units = (
-        memory[:, index]
-        if len(chosen) == len(memory)
-        else memory[chosen[:, None], index.reshape(1, -1)].reshape(len(chosen), *index.shape)
-    )
+    units = memory[chosen[:, None], index.reshape(1, -1)].reshape(len(chosen), *index.shape)
     numbers = _numbers(units, type)  # blocks, groups, tiles, then 16, rows / 8, 8 or rows, 2, 8
     blocks, count = len(chosen), len(groups)
     if first.mn_major:
@@ -246,27 +229,27 @@ def _multiply(group, products: list[Product], blocks: Array) -> None:
 
 def _compute(group, products: list[Product], blocks: Array) -> None:
     """In order; those that differ in nothing but their place in K at once."""
-    run: list[Product] = []
-    for product in [*products, None]:
-        first = run[0] if run else None
-        joins = (
-            first is not None
-            and product is not None
-            and (
-                product.accumulator is first.accumulator
-                and product.keeps.all()
-                and isinstance(product.a, Tile) == isinstance(first.a, Tile)
-                and (not isinstance(product.a, Tile) or product.a.mn_major == first.a.mn_major)  # pyright: ignore
-                and product.b.mn_major == first.b.mn_major
-                and np.array_equal(product.todo & blocks, first.todo & blocks)
-            )
-        )
-        if joins:
-            run.append(product)  # pyright: ignore
-            continue
-        if first is not None and (first.todo & blocks).any():
-            _multiply(group, run, first.todo & blocks)
-        run = [product] if product is not None else []
+    runs: list[list[Product]] = []
+    for product in products:
+        if runs and _joins(product, runs[-1][0], blocks):
+            runs[-1].append(product)
+        else:
+            runs.append([product])
+    for run in runs:
+        todo = run[0].todo & blocks
+        if todo.any():
+            _multiply(group, run, todo)
+
+
+def _joins(product: Product, first: Product, blocks: Array) -> bool:
+    """Whether a product goes on along K where the first one of a run began."""
+    return (
+        product.accumulator is first.accumulator
+        and bool(product.keeps.all())
+        and getattr(product.a, "mn_major", None) == getattr(first.a, "mn_major", None)
+        and product.b.mn_major == first.b.mn_major
+        and np.array_equal(product.todo & blocks, first.todo & blocks)
+    )
 
 
 # Issue
@@ -336,7 +319,7 @@ def multiply_async(op: Op) -> Run:
 
 def _accumulator(group, state: Flight, op: Op, slots, blocks: Array, adds: Array) -> Accumulator:
     """The one in flight in these registers, or a new one with what they hold."""
-    r, all_blocks = group.registers, blocks.all()
+    r = group.registers
     found = state.accumulators.get(slots)
     if found is None:
         groups = group.threads // 128
@@ -354,7 +337,7 @@ def _accumulator(group, state: Flight, op: Op, slots, blocks: Array, adds: Array
         found.value = (
             before if fresh.all() else np.where(fresh[:, None, None, None], before, found.value)
         )
-    where = None if all_blocks and fresh.all() else fresh[:, None]
+    where = None if fresh.all() else fresh[:, None]
     for slot, tag in zip(slots, found.tags, strict=True):
         r[slot] = tag if where is None else np.where(where, tag, r[slot])
     state.accumulators[slots] = found
@@ -387,18 +370,16 @@ def _check_tags(accumulator: Accumulator, group, blocks: Array, op: Op) -> None:
 def _watch(group, product: Product, blocks: Array, *actions) -> None:
     """Tells the race detector of an issue or of a retirement in these blocks."""
     races = group.chunk.races
-    if races is None:
-        return
     tiles = [x for x in (product.a, product.b) if isinstance(x, Tile)]
     for row in np.flatnonzero((product.blocks & blocks)[races.rows]):
         block = int(races.rows[row])
         for g in range(group.threads // 128):
             warps = group.warps[4 * g : 4 * g + 4]
             for tile in tiles:
-                low, high = tile_bounds(tile.of(block, g), tile.rows, tile.mn_major)
+                cells = tile_cells(tile.of(block, g), tile.rows, tile.mn_major, races.grain)
+                low, high = races.grain * cells[0], races.grain * (cells[-1] + 1)
                 if low < 0 or high > group.shared.bytes:
                     raise OutOfBounds(f"bytes {low} to {high} of shared memory", product.op)
-                cells = tile_cells(tile.of(block, g), tile.rows, tile.mn_major, races.grain)
                 for action in actions:
                     action(races, row, cells, warps, product.op)
 
@@ -452,9 +433,8 @@ def _land(group, state: Flight, landing: list[tuple[Product, Any]], op: Op) -> N
             product.blocks = product.blocks & ~blocks
             if not product.blocks.any():
                 accumulator.products.remove(product)
-            former = touched.get(id(accumulator))
-            blocks_too = blocks if former is None else blocks | former[1]
-            touched[id(accumulator)] = accumulator, blocks_too
+            _, before = touched.get(id(accumulator), (accumulator, blocks))
+            touched[id(accumulator)] = accumulator, blocks | before
     for accumulator, blocks in touched.values():
         done = blocks & (accumulator.left == 0)
         if done.any():
@@ -481,8 +461,7 @@ def _write_back(group, state: Flight, accumulator: Accumulator, done: Array, op:
     for slot, pairs in state.names.items():
         for other, i in pairs:
             if other is accumulator:
-                mine = r[slot] == accumulator.tags[i]
-                mine = mine if where is None else mine & where
+                mine = (r[slot] == accumulator.tags[i]) & done[:, None]
                 r[slot] = np.where(mine, values[i], r[slot])
     if not accumulator.left.any():
         del state.accumulators[accumulator.slots]
