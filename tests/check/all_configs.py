@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -77,15 +78,10 @@ def launches_left_out() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    kinds: tuple[Any, ...] = (JITFunction, InterpretedFunction)
-    former = [(kind, kind.run) for kind in kinds]
-    for kind, _ in former:
-        kind.run = lambda *_, **__: None
-    try:
+    with ExitStack() as stack:
+        for kind in (JITFunction, InterpretedFunction):
+            stack.enter_context(patch.object(kind, "run", lambda *_, **__: None))
         yield
-    finally:
-        for kind, run in former:
-            kind.run = run
 
 
 @contextmanager
@@ -138,12 +134,6 @@ class Run:
     fault: str | None
 
 
-def reached_by(case: Case, settings: Forced) -> list[Reached]:
-    ordered = sorted(choices_of(case, settings), key=lambda choice: choice.table)
-    groups = itertools.groupby(ordered, key=lambda choice: choice.table)
-    return [Reached(case, table, tuple(group), settings) for table, group in groups]
-
-
 def reach(every_case: Sequence[Case]) -> tuple[list[Reached], list[Run]]:
     """How each table is reached by each case, and the cases that raise.
 
@@ -154,11 +144,13 @@ def reach(every_case: Sequence[Case]) -> tuple[list[Reached], list[Run]]:
 
     def follow(case: Case, settings: Forced) -> list[Reached]:
         try:
-            return reached_by(case, settings)
+            choices = sorted(choices_of(case, settings), key=lambda choice: choice.table)
         except Exception as error:  # whatever an op raises, the others are still checked
             table, config = settings[-1] if settings else ("", None)
             faults.append(Run(table, config, case.name, 0.0, first_line(error)))
             return []
+        groups = itertools.groupby(choices, key=lambda choice: choice.table)
+        return [Reached(case, table, tuple(group), settings) for table, group in groups]
 
     for case in every_case:
         found += follow(case, ())

@@ -16,13 +16,9 @@ from fastvit_kernels.accuracy.entries.rope import TABLES
 from fastvit_kernels.accuracy.op import Case, Draw, Example, Shape, Sizes
 
 
-def padded(columns: int) -> Callable[[Draw, Shape], Tensor]:
+def padded(draw: Draw, shape: Shape) -> Tensor:
     """Rows that are part of wider ones."""
-
-    def make(draw: Draw, shape: Shape) -> Tensor:
-        return draw(*shape[:-1], shape[-1] + columns)[..., : shape[-1]].detach().requires_grad_()
-
-    return make
+    return draw(*shape[:-1], shape[-1] + 8)[..., : shape[-1]].detach().requires_grad_()
 
 
 def in_memory(*order: int) -> Callable[[Draw, Shape], Tensor]:
@@ -38,7 +34,7 @@ def in_memory(*order: int) -> Callable[[Draw, Shape], Tensor]:
 def sized(op_sizes: Mapping[str, Any], *words: str, **example: Any) -> Example:
     """An Example whose label says its sizes."""
     text = " ".join(f"{name}={_short(value)}" for name, value in op_sizes.items())
-    return Example(op_sizes, ", ".join([text, *(word for word in words if word)]), **example)
+    return Example(op_sizes, ", ".join([text, *words]), **example)
 
 
 def _short(value: Any) -> str:
@@ -51,7 +47,7 @@ def _norms(large: bool) -> list[Example]:
     for C in widths:
         sizes = dict(rows=rows, C=C)
         strided = C % 128 == 0
-        found.append(sized(sizes, "strided", strided=padded(8)) if strided else sized(sizes))
+        found.append(sized(sizes, "strided", strided=padded) if strided else sized(sizes))
     return found
 
 

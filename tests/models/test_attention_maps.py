@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from model_parity import randomise
-from numerics import DEVICE, rand
+from model_parity import random_images, randomise
+from numerics import DEVICE
 from references import NotebookViT
 
 from fastvit_kernels import VisionTransformer, attention_maps, create_vit, load_weights, swap_in
@@ -16,15 +16,11 @@ def _vit(**overrides):
     return randomise(VisionTransformer(**{**arguments, **overrides}))
 
 
-def _images(batch=2, channels=3, size=16):
-    return rand(batch, channels, size, size, grad=False)
-
-
 def test_attention_maps_match_notebook():
     reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
     model = create_vit("vit_mnist", img_size=8, embed_dim=32).to(DEVICE)
     load_weights(model, reference.timm_state_dict())
-    images = _images(3, 1, 8)
+    images = random_images(3, 1, 8)
     maps = attention_maps(model, images)
     assert [m.shape for m in maps] == 2 * [(3, 2, 17, 17)]
     for ours, theirs in zip(maps, reference.attention_maps(images), strict=True):
@@ -38,7 +34,7 @@ def test_attention_maps_leave_model_state():
     model.blocks[1].eval()
     modes = [m.training for m in model.modules()]
     state = torch.get_rng_state()
-    images = _images().bfloat16().requires_grad_()
+    images = random_images(height=16).bfloat16().requires_grad_()
     first, second = attention_maps(model, images), attention_maps(model, images)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for m in first:
@@ -51,7 +47,7 @@ def test_attention_maps_leave_model_state():
 
 
 def test_attention_maps_with_qkv_hook():
-    model, images = _vit(depth=1).eval(), _images()
+    model, images = _vit(depth=1).eval(), random_images(height=16)
     model.blocks[0].attn.qkv.register_forward_hook(lambda _m, _i, y: torch.zeros_like(y))
     (probabilities,) = attention_maps(model, images)
     torch.testing.assert_close(probabilities, torch.full_like(probabilities, 1 / 17))

@@ -19,7 +19,6 @@ from fastvit_kernels import VisionTransformer, create_vit, load_weights
 from fastvit_kernels.models.presets import preset_names
 from fastvit_kernels.models.rope_tables import RotaryEmbedding
 
-bf16 = torch.bfloat16
 SMALL: dict[str, Any] = dict(
     img_size=(32, 24), patch_size=8, num_classes=5, embed_dim=48, depth=1, num_heads=3
 )
@@ -41,12 +40,6 @@ EVA: dict[str, tuple[dict, dict, dict]] = {
 }
 
 
-def _host(what: str, **more: Any) -> Any:
-    common, own, _ = EVA[what]
-    shared = {"global_pool": "avg", "use_rot_pos_emb": True, **_TIMM}
-    return randomise(Eva(**{**SMALL, **shared, **common, **own, **more}))
-
-
 def _model(what: str, **more: Any) -> Any:
     common, _, own = EVA[what]
     shared = {"global_pool": "avg", "rope_type": "dinov3"}
@@ -54,14 +47,17 @@ def _model(what: str, **more: Any) -> Any:
 
 
 def _pair(what: str, **more: Any) -> tuple[Any, Any]:
-    host, model = _host(what, **more), _model(what, **more)
+    common, own, _ = EVA[what]
+    shared = {"global_pool": "avg", "use_rot_pos_emb": True, **_TIMM}
+    host = randomise(Eva(**{**SMALL, **shared, **common, **own, **more}))
+    model = _model(what, **more)
     report = load_weights(model, host.state_dict())
     assert not report.missing and not report.unexpected and not report.resized, str(report)
     return model, host
 
 
-def _images(batch=2):
-    return random_images(batch, 3, 32, 24)
+def _images():
+    return random_images(2, 3, 32, 24)
 
 
 @pytest.mark.parametrize("what", EVA)
@@ -86,7 +82,7 @@ def test_rope_tables_fp32_not_in_state_dict():
     model = _model("dinov3")
     kept = model.rope.cos.clone()
     assert not any("rope" in name for name in model.state_dict())
-    model.to(bf16)
+    model.to(torch.bfloat16)
     assert model.rope.cos.dtype is torch.float32 and torch.equal(model.rope.cos, kept)
     with torch.device("meta"):
         rope = RotaryEmbedding(16, (4, 3))
@@ -140,7 +136,8 @@ def test_presets_have_timms_depth(name):
         assert len(create_vit(name).blocks) == len(timm.create_model(name).blocks)
 
 
-def _transformers_dinov3(gated: bool) -> Any:
+@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
+def test_transformers_dinov3(gated):
     config = transformers.DINOv3ViTConfig(
         image_size=32,
         patch_size=8,
@@ -152,12 +149,7 @@ def _transformers_dinov3(gated: bool) -> Any:
         use_gated_mlp=gated,
         hidden_act="silu" if gated else "gelu",
     )
-    return randomise(transformers.DINOv3ViTModel(config))
-
-
-@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
-def test_transformers_dinov3(gated):
-    host = _transformers_dinov3(gated)
+    host = randomise(transformers.DINOv3ViTModel(config))
     mlp = dict(mlp_layer="SwiGLU", act_layer="silu") if gated else {}
     model = _model(
         "dinov3",

@@ -318,13 +318,10 @@ def _keys_of_other_width():
     }
 
 
-PROJ, FC1 = "patch_embed.proj.weight", "blocks.1.mlp.fc1.weight"
+PROJ = "patch_embed.proj.weight"
 REJECTED = {
     r"head.weight must have shape \(5, 32\), got \(7, 32\); create the model with num_classes=7, "
     "or drop the keys of the head": lambda: _timm(num_classes=7).state_dict(),
-    rf"{FC1} must have shape \(128, 32\), got \(128, 31\)": lambda: _changed(
-        FC1, lambda x: x[:, 1:]
-    ),
     rf"{PROJ} is a matrix \(32, 192\).*permute\(0, 3, 1, 2\)": lambda: _changed(
         PROJ, lambda x: x.flatten(1)
     ),

@@ -2,10 +2,7 @@ import pytest
 import torch
 from numerics import DEVICE, assert_accurate
 
-from fastvit_kernels.ops.common.activation import (
-    ACTIVATIONS,
-    activate_and_derivative,
-)
+from fastvit_kernels.ops.common.activation import ACTIVATIONS, activate_and_derivative
 from fastvit_kernels.runtime.triton import tl, triton
 
 # numpy, which runs the kernels where there is no GPU, announces every infinity.

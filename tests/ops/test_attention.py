@@ -8,20 +8,21 @@ import torch
 from fuzz import in_precision
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from philox import philox_keep
+from products import saved_shapes
 
 from fastvit_kernels.ops.attention import functions as attention_functions
 from fastvit_kernels.ops.attention.configs import BwdForm
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.launch import bwd_launch
 from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention_ref
-from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.backend import backend, gpu
 from fastvit_kernels.runtime.configs import forced
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def _qkv(B, T, H, D, dtype, scale=1.0):
-    return {"qkv": rand(B, T, 3, H, D, dtype=dtype, scale=scale)}
+def _qkv(B, T, H, D, dtype):
+    return {"qkv": rand(B, T, 3, H, D, dtype=dtype)}
 
 
 @pytest.mark.parametrize("T", [1, 5, 50, 196, 197, 257, 577], ids=lambda t: f"T{t}")
@@ -52,22 +53,27 @@ def test_attention_forms_of_backward(T, D, dtype, one_pass):
 
 @pytest.mark.parametrize("scale", [0.3, 0.0])
 def test_attention_scale(scale):
-    assert_accurate(
-        lambda qkv: attention(qkv, scale=scale),
-        lambda qkv: attention_ref(qkv, scale=scale),
-        _qkv(1, 37, 2, 32, fp32),
+    pair = (partial(f, scale=scale) for f in (attention, attention_ref))
+    assert_accurate(*pair, _qkv(1, 37, 2, 32, fp32))
+
+
+def qkv_layouts(D, dtype):
+    B, T, H = 2, 21, 2
+    draw = partial(rand, dtype=dtype, grad=False)
+    layouts = (
+        draw(B, T, H, 3, D).transpose(2, 3),  # interleaved as some fused QKVs are
+        draw(B, H, T, 3, D).permute(0, 2, 3, 1, 4),  # heads first
+        draw(B, T + 3, 3, H, 2 * D)[:, 1:-2, :, :, D:],
+        draw(1, T, 3, H, D).expand(B, T, 3, H, D),
+        draw(B, T, 3, D, H).transpose(3, 4),  # last axis not contiguous
+        draw(B, T, 3, H, 8 * D)[..., ::8],  # nor here, all strides multiples of 8
     )
+    return [qkv.requires_grad_() for qkv in layouts]
 
 
 def test_attention_layouts():
-    B, T, H, D = 2, 21, 2, 32
-    per_head = rand(B, T, H, 3, D, grad=False).transpose(2, 3)  # interleaved as some fused QKVs are
-    sliced = rand(B, T + 3, 3, H, 2 * D, grad=False)[:, 1:-2, :, :, D:]
-    expanded = rand(1, T, 3, H, D, grad=False).expand(B, T, 3, H, D)
-    transposed = rand(B, T, 3, D, H, grad=False).transpose(3, 4)  # last axis not contiguous
-    stepped = rand(B, T, 3, H, 8 * D, grad=False)[..., ::8]  # nor here, all strides multiples of 8
-    for qkv in (per_head, sliced, expanded, transposed, stepped):
-        assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
+    for qkv in qkv_layouts(32, fp32):
+        assert_accurate(attention, attention_ref, {"qkv": qkv})
 
 
 def _in_equal_strides(x):
@@ -94,9 +100,11 @@ def test_attention_saved_tensor_layouts(T, unpack):
 
 
 @pytest.mark.parametrize(
-    ("T", "dtype"), [(50, fp32), (150, fp16), (150, fp32)], ids=["one_part", "two_parts", "split"]
+    ("T", "dtype", "bias"),
+    [(50, fp32, False), (150, fp16, False), (150, fp32, False), (37, fp32, True)],
+    ids=["one_part", "two_parts", "split", "bias"],
 )
-def test_attention_dropout(T, dtype, monkeypatch):
+def test_attention_dropout(T, dtype, bias, monkeypatch):
     """Forward and gradients against the explicit formula with the mask rebuilt by Philox."""
     B, H, D, p, seed = 2, 2, 32, 0.3, 0x1234_5678_9ABC
     monkeypatch.setattr(
@@ -105,12 +113,16 @@ def test_attention_dropout(T, dtype, monkeypatch):
     keep = torch.from_numpy(philox_keep(seed, B, H, T, T, p)).to(DEVICE)
     assert abs(keep.float().mean().item() - (1 - p)) < 0.02
 
-    def reference(qkv):
+    def reference(qkv, attn_mask=0.0):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        probabilities = ((q @ k.mT) * D**-0.5).softmax(-1) * keep / (1 - p)
+        probabilities = ((q @ k.mT) * D**-0.5 + attn_mask).softmax(-1) * keep / (1 - p)
         return (probabilities @ v).transpose(1, 2)
 
-    assert_accurate(lambda qkv: attention(qkv, dropout_p=p), reference, _qkv(B, T, H, D, dtype))
+    inputs = _qkv(B, T, H, D, dtype)
+    if bias:
+        inputs["attn_mask"] = rand(1, H, T, T, seed=3)
+    with backend("triton"):
+        assert_accurate(partial(attention, dropout_p=p), reference, inputs)
 
 
 def test_attention_dropout_seed_bits():
@@ -134,24 +146,15 @@ def test_qkv_attention(dtype, bias):
         "weight": rand(3 * H * D, C, dtype=dtype, scale=C**-0.5, seed=1),
         "bias": rand(3 * H * D, dtype=dtype, seed=2) if bias else None,
     }
-    assert_accurate(
-        lambda **kw: qkv_attention(**kw, num_heads=H),
-        lambda **kw: qkv_attention_ref(**kw, num_heads=H),
-        inputs,
-    )
+    pair = (partial(f, num_heads=H) for f in (qkv_attention, qkv_attention_ref))
+    assert_accurate(*pair, inputs)
 
 
 def test_qkv_attention_saves_x_qkv_out_lse():
-    saved = []
     B, T, C, H, D = 1, 40, 32, 2, 16
     x, weight = rand(B, T, C), rand(3 * H * D, C, seed=1)
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x.shape) or x, lambda x: x
-    ):
-        qkv_attention(x, weight, num_heads=H)
-    assert sorted(saved) == sorted(
-        [(B, T, C), (3 * H * D, C), (B, T, 3, H, D), (B, T, H, D), (B, H, T)]
-    )
+    saved = saved_shapes(lambda: qkv_attention(x, weight, num_heads=H))
+    assert saved == sorted([(B, T, C), (3 * H * D, C), (B, T, 3, H, D), (B, T, H, D), (B, H, T)])
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16], ids=dtype_id)
@@ -182,11 +185,8 @@ def test_qkv_bias_gradient(T, one_pass):
         "bias": rand(3 * C, dtype=fp16, seed=2),
     }
     with forced("attention_bwd", BwdForm(one_pass=one_pass)):
-        assert_accurate(
-            lambda **kw: qkv_attention(**kw, num_heads=H),
-            lambda **kw: qkv_attention_ref(**kw, num_heads=H),
-            inputs,
-        )
+        pair = (partial(f, num_heads=H) for f in (qkv_attention, qkv_attention_ref))
+        assert_accurate(*pair, inputs)
         out = qkv_attention(**inputs, num_heads=H)
         (dbias,) = torch.autograd.grad(out, inputs["bias"], torch.randn_like(out))
     of_k = dbias.view(3, C)[1].abs().max()

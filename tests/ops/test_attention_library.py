@@ -8,6 +8,7 @@ import pytest
 import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from private import FakeTensorMode, set_deterministic
+from test_attention import qkv_layouts
 from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
@@ -53,8 +54,8 @@ def took(monkeypatch):
         yield found
 
 
-def _packed(T=37, B=2, dtype=TAKEN[0]):
-    return {"qkv": rand(B, T, 3, H, D, dtype=dtype)}
+def _packed(T=37, dtype=TAKEN[0]):
+    return {"qkv": rand(2, T, 3, H, D, dtype=dtype)}
 
 
 def _projected(T=37, dtype=TAKEN[0]):
@@ -112,17 +113,9 @@ def test_library_forward_triton_backward(op, table, took):
 
 
 def test_library_qkv_layouts(took):
-    B, T = 2, 21
-    layouts = {
-        "packed": rand(B, T, 3, H, D, dtype=fp16, grad=False),
-        "by head": rand(B, T, H, 3, D, dtype=fp16, grad=False).transpose(2, 3),
-        "heads first": rand(B, H, T, 3, D, dtype=fp16, grad=False).permute(0, 2, 3, 1, 4),
-        "sliced": rand(B, T + 3, 3, H, 2 * D, dtype=fp16, grad=False)[:, 1:-2, :, :, D:],
-        "expanded": rand(1, T, 3, H, D, dtype=fp16, grad=False).expand(B, T, 3, H, D),
-        "transposed": rand(B, T, 3, D, H, dtype=fp16, grad=False).transpose(3, 4),
-    }
-    for qkv in layouts.values():
-        assert_accurate(attention, attention_ref, {"qkv": qkv.requires_grad_()})
+    layouts = qkv_layouts(D, fp16)
+    for qkv in layouts:
+        assert_accurate(attention, attention_ref, {"qkv": qkv})
     assert took.count("fwd") == took.count("bwd") >= len(layouts)
 
 
@@ -159,22 +152,21 @@ def test_library_out_strides_match_torch(order, monkeypatch, took):
     assert seen == [torch.empty_like(q).stride()] * 2
 
 
+def _results(function, inputs):
+    out = function(**inputs)
+    needed = [x for x in inputs.values() if x.requires_grad]
+    return out, *torch.autograd.grad(out.float().square().sum(), needed)
+
+
 @every_op
 def test_deterministic_uses_triton(op, took):
     function, _, make = OPS[op]
-
-    def run():
-        inputs = make()
-        out = function(**inputs)
-        leaves = [x for x in inputs.values() if x.requires_grad]
-        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
-
     with forced_route("triton"):
-        ours = run()
-    run()
+        ours = _results(function, make())
+    _results(function, make())
     assert took == ["fwd", "bwd"]
     set_deterministic(True)
-    again = run()
+    again = _results(function, make())
     assert took == ["fwd", "bwd"]
     assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
 
@@ -258,14 +250,8 @@ def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
 @pytest.mark.parametrize("op", ["attention", "sdpa"])
 def test_compiled_whole(op, took):
     function, _, make = OPS[op]
-    compiled = torch.compile(lambda kw: function(**kw), fullgraph=True, backend="aot_eager")
-    results = []
-    for run in (lambda kw: function(**kw), compiled):
-        inputs = make()
-        out = run(inputs)
-        leaves = [x for x in inputs.values() if x.requires_grad]
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    torch.testing.assert_close(*results)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(_results(function, make()), _results(compiled, make()))
     assert took == ["fwd", "bwd"] * 2
 
 

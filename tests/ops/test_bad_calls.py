@@ -140,10 +140,7 @@ OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
     "activation or None": _ACTIVATIONS,
     "activation": [*_ACTIVATIONS, ((None,), ValueError, "must not be None")],
     "flag": [((1, 0, "no", None, torch.tensor(True)), TypeError, "must be True or False, got")],
-    "count": [
-        ((0, -1, -2), ValueError, "must be at least 1, got {value}"),
-        _NO_INT,
-    ],
+    "count": [((0, -1, -2), ValueError, "must be at least 1, got {value}"), _NO_INT],
     "count or 0": [
         ((-1, -2), ValueError, "must be at least 0, got {value}"),
         ((6,), ValueError, "must be at most T = 5, got 6"),
@@ -261,6 +258,8 @@ def _rows() -> list[Bad]:
     add("qkv_attention", "num_heads", 5, ValueError, wanted, "weight")
     sdpa = "scaled_dot_product_attention"
     add(sdpa, "query", JAGGED, TypeError, "must be a nested tensor, as query is, got", "key")
+    wanted = "must have heads that divide those of query"
+    add(sdpa, "key", (1, 3, 6, 8), ValueError, wanted, enable_gqa=True)
     for argument in ("key", "value", "attn_mask"):
         add(sdpa, argument, JAGGED, TypeError, "must be dense, got layout torch.")
     keep = torch.zeros(2, 1, device=DEVICE)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
-from op_facts import FACTS, single
+from op_facts import single
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,6 +36,7 @@ from fastvit_kernels.accuracy.cases import OPS as REGISTRY
 from fastvit_kernels.accuracy.op import Op, Sizes
 from fastvit_kernels.ops.attention.functions import attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention_ref
+from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.common.gemm_configs import forced_route
 from fastvit_kernels.ops.linear import linear_ref
 from fastvit_kernels.ops.mlp import mlp_ref
@@ -129,11 +130,7 @@ def _heads(T: int) -> dict[str, Tensor]:
 
 
 OPS: dict[str, tuple[Any, Any, Any]] = {name: _op(op) for name, op in REGISTRY.items()}
-for _name, _found in REGISTRY.items():
-    _kind = FACTS[_name].options.get("activation")
-    for _activation in _kind.draws if _kind is not None and None in _kind.draws else ():
-        if _activation is not None:
-            OPS[f"{_name}_{_activation}"] = _op(_found, activation=_activation)
+OPS |= {f"linear_{name}": _op(REGISTRY["linear"], activation=name) for name in ACTIVATIONS}
 SDPA = "scaled_dot_product_attention"
 OPS["rope_interleaved"] = _op(REGISTRY["rope"], dict(norm=None, R=16), interleaved=True)
 OPS[f"{SDPA}_causal"] = _op(REGISTRY[SDPA], dict(is_causal=True))
@@ -219,12 +216,8 @@ def test_fully_masked_rows_are_zero(T, kind, dtype):
     mask: Tensor = seen
     if kind == "additive":
         mask = torch.zeros(seen.shape, device=DEVICE).masked_fill(~seen, -inf)
-    heads = {
-        "query": rand(1, 2, T, 32),
-        "key": rand(1, 2, T + 3, 32),
-        "value": rand(1, 2, T + 3, 32),
-    }
-    inputs = {name: _leaf(x, dtype) for name, x in heads.items()}
+    lengths = dict(query=T, key=T + 3, value=T + 3)
+    inputs = {name: rand(1, 2, n, 32, dtype=dtype) for name, n in lengths.items()}
 
     def reference(query, key, value):
         cast = mask if kind == "bool" else mask.to(query.dtype)
@@ -303,10 +296,7 @@ def test_subnormal_gradients_are_not_flushed(dtype):
     inputs = {"x": rand(5, 64, dtype=dtype), "weight": rand(48, 64, dtype=dtype, scale=0.125)}
     upstream = (rand(5, 48, grad=False, seed=3) * SUBNORMAL[dtype]).to(dtype)
     for activation in (None, "gelu"):
-        call, reference = (
-            partial(linear, activation=activation),
-            partial(linear_ref, activation=activation),
-        )
+        call, reference = (partial(f, activation=activation) for f in (linear, linear_ref))
         assert_accurate(call, reference, inputs, upstream=[upstream])
         (dx,) = torch.autograd.grad(call(**inputs), [inputs["x"]], [upstream])
         assert dx.ne(0).float().mean() > 0.5
@@ -367,14 +357,8 @@ def _far_sdpa(axis: int) -> tuple[Any, ...]:
     """Queries, keys, values and the mask, whose samples, heads or tokens lie far apart."""
     shape, mask = (_far_apart(axis, 1, 1, 20, n) for n in (16, 20))
     heads = dict.fromkeys(("query", "key", "value"), shape)
-    mask = (*mask[:3], abs(shape[2]))
-    return (
-        scaled_dot_product_attention,
-        F.scaled_dot_product_attention,
-        heads,
-        [],
-        {"attn_mask": mask},
-    )
+    pair = scaled_dot_product_attention, F.scaled_dot_product_attention
+    return *pair, heads, [], {"attn_mask": (*mask[:3], abs(shape[2]))}
 
 
 # function, specification, its tensors, its gradients, what gets none
@@ -397,8 +381,7 @@ FAR_CALLS: dict[str, tuple[Any, ...]] = {
     # dlayer_scale reads the weight once more, by its strides
     "linear_weight": (linear, linear_ref, dict(x=(5, 24), weight=(-3, 24), layer_scale=(3,)), []),
     "mlp": (
-        partial(mlp, fc1_bias=None, fc2_bias=None),
-        partial(mlp_ref, fc1_bias=None, fc2_bias=None),
+        *(partial(f, fc1_bias=None, fc2_bias=None) for f in (mlp, mlp_ref)),
         dict(x=(-3, 3, 24), fc1_weight=(48, 24), fc2_weight=(24, 48), residual=(-3, 3, 24)),
         [(-3, 3, 24)],
     ),
@@ -407,8 +390,7 @@ FAR_CALLS: dict[str, tuple[Any, ...]] = {
     # beyond the kernels' offsets within a tile: the launcher copies
     "attention_tokens": (attention, attention_ref, dict(qkv=(1, -3, 3, 1, 16)), [(1, -3, 1, 16)]),
     "qkv_attention": (
-        partial(qkv_attention, num_heads=1),
-        partial(qkv_attention_ref, num_heads=1),
+        *(partial(f, num_heads=1) for f in (qkv_attention, qkv_attention_ref)),
         dict(x=(-3, 3, 24), weight=(48, 24)),
         [(-3, 3, 1, 16)],
     ),

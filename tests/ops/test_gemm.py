@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from numerics import assert_accurate, dtype_id, rand
+from numerics import dtype_id, rand
+from products import LINEARS
 
 from fastvit_kernels.ops import linear as linear_module
 from fastvit_kernels.ops.common import gemm
@@ -19,7 +20,7 @@ from fastvit_kernels.ops.common.gemm_configs import (
     TMA_TILE,
     forced_route,
 )
-from fastvit_kernels.ops.linear import linear, linear_ref
+from fastvit_kernels.ops.linear import linear
 from fastvit_kernels.runtime.backend import Gpu
 from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.triton import has_gluon, triton
@@ -34,11 +35,8 @@ GPUS = [Gpu(t.name, t.num_sms, t.shared_limit) for t in TARGETS.values()]
 @pytest.mark.parametrize("K", [1, 63, 64, 65, 129])
 def test_gemm_tails_of_k(config, K):
     with forced("linear_fwd", config):
-        assert_accurate(
-            lambda **kw: linear(**kw, activation="silu"),
-            lambda **kw: linear_ref(**kw, activation="silu"),
-            {"x": rand(5, K), "weight": rand(9, K, seed=1)},
-        )
+        inputs = {"x": rand(5, K), "weight": rand(9, K, seed=1)}
+        LINEARS["linear"].check(inputs, activation="silu")
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=dtype_id)
@@ -125,9 +123,6 @@ def test_gluon_is_a_candidate_on_hopper_alone(table):
     for gpu, dtype in itertools.product(GPUS, ("bf16", "fp16", "fp32")):
         found = {c.route for c in table.candidates(gpu, 16384, 768, 768, dtype)}
         assert ("gluon" in found) == (gpu.arch == "sm_90" and dtype != "fp32")
-
-
-HOPPER = Gpu("sm_90", 132, 227 * 1024)
 
 
 def test_gluon_has_no_epilogue_but_the_activation(monkeypatch):

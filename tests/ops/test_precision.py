@@ -26,10 +26,6 @@ def _set(owner: object, value: str) -> Callable[[], None]:
     return partial(setattr, owner, "fp32_precision", value)
 
 
-def _all_of(*setters: Callable[[], None]) -> Callable[[], None]:
-    return lambda: [setter() for setter in setters][-1]
-
-
 SPELLINGS = {
     "default": ("ieee", lambda: None),
     "high": ("tf32", partial(torch.set_float32_matmul_precision, "high")),
@@ -40,7 +36,7 @@ SPELLINGS = {
     "mkldnn=bf16": ("ieee", _set(BACKENDS.mkldnn, "bf16")),
     "backends=tf32, cuda=ieee": (
         "ieee",
-        _all_of(_set(BACKENDS, "tf32"), _set(BACKENDS.cuda.matmul, "ieee")),
+        lambda: (_set(BACKENDS, "tf32")(), _set(BACKENDS.cuda.matmul, "ieee")()),
     ),
 }
 

@@ -9,10 +9,8 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from numerics import DEVICE, assert_accurate, rand
-
-import fastvit_kernels as fk
+from numerics import DEVICE, rand
+from test_sdpa import _check
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (1, 239), (3, 97), (64, 128)]
@@ -37,25 +35,13 @@ def heads(lengths, D, kv_heads=2, dtype=torch.bfloat16):
     return {n: rand(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(shapes.items())}
 
 
-def check(inputs, **options):
-    def ours(query, key, value):
-        return fk.scaled_dot_product_attention(query, key, value, **options)
-
-    def theirs(query, key, value):
-        mask = options.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, **options | {"attn_mask": mask})
-
-    assert_accurate(ours, theirs, inputs)
-
-
 @pytest.mark.parametrize(("D", "lengths"), pairs(HEAD_DIMS, LENGTHS), ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_flash_attention_grid(D, lengths, causal):
     kv_heads = KV_HEADS[HEAD_DIMS.index(D) % 2]
     dtype = torch.float16 if D % 3 else torch.bfloat16
-    check(heads(lengths, D, kv_heads, dtype), is_causal=causal, enable_gqa=kv_heads == 1)
+    inputs = heads(lengths, D, kv_heads, dtype)
+    _check(inputs, "auto", is_causal=causal, enable_gqa=kv_heads == 1)
 
 
 @pytest.mark.parametrize(("D", "lengths"), pairs(XFORMERS_DIMS, XFORMERS_LENGTHS), ids=str)
@@ -65,4 +51,4 @@ def test_xformers_bias_grid(D, lengths, shape):
     T_q, T_kv = lengths
     sizes = {"full": (1, 2, T_q, T_kv), "heads": (1, 1, T_q, T_kv), "one": (T_q, T_kv)}
     mask = rand(*sizes.get(shape, (1, 1, 1, T_kv)), seed=7, grad=False)
-    check(heads(lengths, D), attn_mask=mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask)
+    _check(heads(lengths, D), "auto", attn_mask=mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask)

@@ -36,13 +36,6 @@ def _inputs():
     }
 
 
-def _branch(name, y, x, inputs, samples=None):
-    if name == "mlp":
-        weights = inputs["fc1_weight"], None, inputs["fc2_weight"], None
-        return mlp(y, *weights, residual=x, row_scale=samples)
-    return qkv_attention(y, inputs["qkv_weight"], num_heads=2)
-
-
 def _gradients(name, inputs, low, norm="layer_norm", samples=None):
     """The branch's output and the gradient of all that it reads."""
     weight, bias = inputs["norm_weight"], inputs["norm_bias"] if norm == "layer_norm" else None
@@ -55,7 +48,11 @@ def _gradients(name, inputs, low, norm="layer_norm", samples=None):
             y, residual = rms_norm_and_input(x, weight, EPS, **options)
         rebuilt = recomputed_norm(y, x, weight, bias, EPS, norm=norm, samples=samples)
         with rebuilt if low else nullcontext():
-            out = _branch(name, y, residual, inputs, samples)
+            if name == "mlp":
+                weights = inputs["fc1_weight"], None, inputs["fc2_weight"], None
+                out = mlp(y, *weights, residual=residual, row_scale=samples)
+            else:
+                out = qkv_attention(y, inputs["qkv_weight"], num_heads=2)
     upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
     return out, *torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
 
@@ -76,17 +73,8 @@ def test_recomputed_norm_bits(name, norm, some):
 def _model_gradients(memory):
     """The gradients, and how often the forward of the norm and of linear ran."""
     torch.manual_seed(0)
-    model = VisionTransformer(
-        8,
-        4,
-        3,
-        5,
-        embed_dim=32,
-        depth=2,
-        num_heads=2,
-        init_values=0.5,
-        memory=memory,
-    ).to(DEVICE)
+    sizes = dict(img_size=8, patch_size=4, num_classes=5, embed_dim=32, depth=2, num_heads=2)
+    model = VisionTransformer(**sizes, init_values=0.5, memory=memory).to(DEVICE)
     images = rand(2, 3, 8, 8, seed=1, grad=False)
     with backend("triton"), Launches() as launches:
         with torch.autocast(DEVICE.type, torch.float16):

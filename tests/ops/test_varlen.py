@@ -23,11 +23,9 @@ def _starts(*lengths):
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def _check(lengths, D, dtype=bf16, max_seqlen=None, H=2, **options):
+def _check(lengths, D, dtype=bf16, max_seqlen=None, H=2):
     packing = dict(cu_seqlens=_starts(*lengths), max_seqlen=max_seqlen or max(1, *lengths))
-    function, reference = (
-        partial(f, **packing, **options) for f in (varlen_attention, varlen_attention_ref)
-    )
+    function, reference = (partial(f, **packing) for f in (varlen_attention, varlen_attention_ref))
     assert_accurate(function, reference, {"qkv": rand(sum(lengths), 3, H, D, dtype=dtype)})
 
 
@@ -177,8 +175,7 @@ def test_rope_attention_within_packed_sequences(norm):
         "bias": rand(3 * C, seed=4),
     }
     if norm:
-        weights = {f"{n}_norm_weight": rand(D, seed=i) for i, n in enumerate("qk", 5)}
-        inputs |= weights
+        inputs |= {f"{n}_norm_weight": rand(D, seed=i) for i, n in enumerate("qk", 5)}
     assert_accurate(function, reference, inputs)
     with pytest.raises(ValueError, match=r"^rope_attention: x must have B = 1 beside cu_seqlens"):
         fk.rope_attention(rand(2, 3, C), inputs["weight"], **options, **packing)

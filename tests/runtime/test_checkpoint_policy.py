@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from model_parity import randomise
-from numerics import DEVICE
+from numerics import rand
 from tiny_calls import assert_same_bits
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
@@ -37,15 +37,11 @@ class Ran(TorchDispatchMode):
         return sum(n for name, n in self.names.items() if part in name and "backward" not in name)
 
 
-def images():
-    return torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-
 def train_step(model):
     """Output and gradients of a training step."""
     model.zero_grad()
-    y = model(images())
-    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)).sum().backward()
+    y = model(rand(2, 3, 48, 48, grad=False))
+    (y * rand(*y.shape, seed=1, grad=False)).sum().backward()
     return [y.detach(), *(p.grad for p in model.parameters())]
 
 

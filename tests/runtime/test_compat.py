@@ -31,11 +31,6 @@ def test_old_torch_rejected():
     for name, floor in (("torch", compat.TORCH), ("triton", compat.TRITON)):
         compat.check_version(name, ".".join(map(str, floor)), floor)
         script = f"import {name}; {name}.__version__ = '1.13.1'\nfrom fastvit_kernels import linear"
-        ran = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        words, environment = [sys.executable, "-c", script], os.environ | {"PYTHONPATH": str(ROOT)}
+        ran = subprocess.run(words, env=environment, capture_output=True, text=True)
         assert ran.stderr.splitlines()[-1].startswith(f"ImportError: fastvit_kernels needs {name} ")

@@ -9,11 +9,6 @@ from private import gpu_sleeps
 from tiny_calls import assert_same_bits, every_op, op_and_inputs, small_vit, step, train_step
 
 
-@pytest.fixture
-def vit_on_gpu():
-    return small_vit(img_size=32, embed_dim=64, depth=2), rand(4, 1, 32, 32, grad=False)
-
-
 @pytest.mark.gpu
 @every_op
 def test_op_on_another_stream(op):
@@ -88,8 +83,8 @@ def replayed(graph, tensors):
 
 
 @pytest.mark.gpu
-def test_cuda_graph_bits(vit_on_gpu):
-    model, images = vit_on_gpu
+def test_cuda_graph_bits():
+    model, images = small_vit(img_size=32, embed_dim=64, depth=2), rand(4, 1, 32, 32, grad=False)
     wanted = [x.clone() for x in train_step(model, images)]
     other = rand(*images.shape, seed=1, grad=False)
     wanted_other = [x.clone() for x in train_step(model, other)]

@@ -9,13 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import rand
-from private import (
-    TorchDispatchMode,
-    TwoTensor,
-    has_no_memory,
-    negative_view,
-    zero_without_memory,
-)
+from private import TorchDispatchMode, TwoTensor, has_no_memory, negative_view, zero_without_memory
 from tiny_calls import every_launch, every_op, op_and_inputs, step
 from torch import Tensor, library
 from torch.autograd.functional import jacobian

@@ -76,11 +76,6 @@ def test_no_grad_saves_nothing(op, mode):
     assert first < second if op in ("linear", "mlp", "layer_norm") else first <= second
 
 
-def _strided(x):
-    """The values of x, every second element of memory."""
-    return torch.stack([x, torch.full_like(x, 7)], dim=-1)[..., 0] if x.ndim else x
-
-
 @every_op
 def test_saved_tensors_hooks(op):
     """What is saved may come back from elsewhere, and with other strides."""
@@ -90,9 +85,10 @@ def test_saved_tensors_hooks(op):
         assert_same_bits(step(function, inputs), wanted)
     packed = []
 
-    def pack(x):
+    def pack(x):  # its values in every second element of memory
         packed.append(x)
-        return _strided(x.detach())
+        x = x.detach()
+        return torch.stack([x, torch.full_like(x, 7)], dim=-1)[..., 0] if x.ndim else x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         torch.testing.assert_close(step(function, inputs), wanted, rtol=1e-5, atol=1e-5)
@@ -148,15 +144,6 @@ def test_default_dtype_and_device(op):
     assert [x.dtype for x in got] == [x.dtype for x in wanted]
 
 
-def _turned(x):
-    return x if x.ndim < 2 else x.mT.contiguous().mT
-
-
-def _by_torch(call):
-    with fk.backend("torch"):
-        call()
-
-
 def _first_calls(function, inputs):
     """Calls like the one to come but for what a decision must look at, or must not."""
     plain = [x.detach() for x in inputs]
@@ -173,11 +160,11 @@ def _first_calls(function, inputs):
     yield "frozen", lambda: call(wanted=False)
     for i in (0, len(inputs) - 1):
         yield f"input {i} alone trained", lambda i=i: call(wanted=i)
-    yield "turned", lambda: call(_turned)
+    yield "turned", lambda: call(lambda x: x if x.ndim < 2 else x.mT.contiguous().mT)
     yield "half", lambda: call(lambda x: x.half())
     yield "double", lambda: call(lambda x: x.double())
     yield "autocast", torch.autocast(DEVICE.type, torch.float16)(call)
-    yield "torch", lambda: _by_torch(call)
+    yield "torch", fk.backend("torch")(call)
     yield "meta", lambda: call(lambda x: x.to("meta"))
 
 
