@@ -6,20 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_stand_ins import (
-    CPU,
-    ROOFS,
-    TINY,
-    FakeTimer,
-    bench,
-    few_rounds,  # noqa: F401, a fixture by its name
-    with_providers,
-)
+from bench_stand_ins import CPU, ROOFS, TINY, FakeTimer, bench, few_rounds, with_providers  # noqa: F401, a fixture
 
 import fastvit_kernels as fk
 from bench import measure
-from bench.measure import measure_op
-from bench.ops import OPS, SEARCH, Draw, Provider, compiled, ours, plain
+from bench.measure import COPY_BYTES, MATMUL_SIDE, measure_op
+from bench.ops import OPS, SEARCH, Draw, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
 
 
@@ -58,14 +50,6 @@ def test_layer_norm_in_low_precision(dtype):
     assert [(r.provider, r.status, r.note) for r in rows] == [("eager", OK, ""), ("ours", OK, "")]
 
 
-def broken(right: bool = False) -> Provider:
-    def wrong(x, weight, bias):
-        y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
-        return y * 1.01
-
-    return plain("broken", wrong)
-
-
 def with_provider(op, provider):
     return with_providers(op, lambda shape, dtype: [*op.providers(shape, dtype), provider])
 
@@ -102,7 +86,10 @@ def test_the_gate_looks_at_every_gradient(name):
 
 
 def test_a_forward_alone_is_held_against_float64():
-    op = with_provider(OPS["layer_norm"], replace(broken(), backward=False))
+    def wrong(x, weight, bias):
+        return 1.01 * torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+    op = with_provider(OPS["layer_norm"], plain("broken", wrong, backward=False))
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
     assert rows["broken"].status == FAILED and rows["eager"].status == OK
     assert rows["broken"].ms == 1.0 and rows["broken"].speedup is None
@@ -195,11 +182,9 @@ class Throttling(FakeTimer):
         return [1.0 if self.calls <= 1200 else 2.0] * count
 
 
-def test_roofs_are_measured_warm_and_where_they_settle(monkeypatch):
-    assert measure.COPY_BYTES == 2**30  # as docs/benchmarks.md says
-    assert all(side % 256 == 0 for side in measure.MATMUL_SIDE.values())  # whole tiles
-    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
+def test_roofs_are_measured_warm_and_where_they_settle():
+    assert COPY_BYTES == 2**30  # as docs/benchmarks.md says
+    assert all(side % 256 == 0 for side in MATMUL_SIDE.values())  # whole tiles
     timer = Throttling()
     rows = {r.mode: r for r in measured_roofs(timer)}
     # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
@@ -215,8 +200,6 @@ def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
     def fails(self, *arguments, **options):
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     monkeypatch.setattr(FakeTimer, method, fails)
     rows = {r.mode: r for r in measured_roofs(FakeTimer())}
     assert set(rows) == {"copy", "matmul", "matmul, sustained", "graph replay"}

@@ -11,16 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from bench_stand_ins import (
-    CPU,
-    FakeTimer,
-    few_rounds,  # noqa: F401, a fixture by its name
-    stub_task,
-)
+from bench_stand_ins import CPU, FakeTimer, few_rounds, stub_task  # noqa: F401, a fixture
 
 import fastvit_kernels as fk
-from bench import host, measure, ops, plan, run
-from bench.__main__ import build_parser, main
+from bench import host, ops, plan, run
+from bench.__main__ import main
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
 from bench.rows import ERROR, Results, Row, read_rows
@@ -83,31 +78,34 @@ def test_sweeps_are_whole():
 # --- the command
 
 
-def stand_in(monkeypatch, tmp_path, work=None):
-    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
-    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
-    work = work or [stub_task("a")]
+MACHINE = Machine(CPU, FakeTimer)
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """The tasks of every run; a test may change them."""
+    work = [stub_task("a")]
     monkeypatch.setattr("bench.run.tasks", lambda wanted: work)
-    return (
-        Machine(CPU, FakeTimer),
-        None,
-        ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"],
-    )
+    return work
 
 
-def test_all_writes_at_most_six_files_and_resumes(monkeypatch, tmp_path, capsys):
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a"), stub_task("b")])
-    assert main(words, machine) == 0
+@pytest.fixture
+def words(work, tmp_path):
+    return ["all", "--out", str(tmp_path / "out"), "--time-budget", "500"]
+
+
+def test_all_writes_at_most_six_files_and_resumes(work, words, tmp_path, capsys):
+    work.append(stub_task("b"))
+    assert main(words, MACHINE) == 0
     out = tmp_path / "out"
     assert len(list(out.iterdir())) <= 6
     assert "| mlp a bf16 both |" in (out / "summary.md").read_text()
     said = capsys.readouterr().out
     assert "speed-up" in said and "left out" not in said
-    assert main(words, machine) == 2  # results are never overwritten
-    assert main([*words, "--resume"], machine) == 0
-    assert (
-        len(read_rows(out)) == 1 + 2 + 1 + 4
-    )  # copy, matmul burst and sustained, a graph's replay, two cases
+    assert main(words, MACHINE) == 2  # results are never overwritten
+    assert main([*words, "--resume"], MACHINE) == 0
+    # copy, matmul burst and sustained, a graph's replay, two cases
+    assert len(read_rows(out)) == 1 + 2 + 1 + 4
 
 
 FULL = Path("/dev/full")
@@ -115,19 +113,20 @@ FULL = Path("/dev/full")
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["results.csv", "trying.json", "summary.md"])
-def test_a_disk_that_is_full_is_one_line(name, monkeypatch, tmp_path, capsys):
-    machine, _, words = stand_in(monkeypatch, tmp_path)
+def test_a_disk_that_is_full_is_one_line(name, words, tmp_path, capsys):
     path = tmp_path / "out" / name
     path.parent.mkdir()
     path.with_name(f".{name}.tmp").symlink_to(FULL)
-    assert main(words, machine) == 2
+    assert main(words, MACHINE) == 2
     said = f"bench all: {path} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == said
     assert not path.exists()
-    assert main([*words, "--resume"], machine) == 0
+    assert main([*words, "--resume"], MACHINE) == 0
 
 
-def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, capsys):
+def test_a_disk_that_fills_in_a_row_loses_that_row_alone(
+    work, words, monkeypatch, tmp_path, capsys
+):
     resource = pytest.importorskip("resource")
     former, path = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "out" / "results.csv"
 
@@ -136,14 +135,13 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, former[1]))
         yield Row("mlp", "eager", "b", "bf16", "both", ms=1.0)
 
-    work = [stub_task("a"), stub_task("b", run=fill)]
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=work)
+    work.append(stub_task("b", run=fill))
     opened: list[Results] = []
     monkeypatch.setattr(
         "bench.run.Results", lambda *given: opened.append(Results(*given)) or opened[0]
     )
     try:
-        assert main(words, machine) == 2
+        assert main(words, MACHINE) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
     said = f"bench all: {path} cannot be written: File too large\n"
@@ -152,24 +150,25 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(monkeypatch, tmp_path, 
     monkeypatch.setattr("bench.run.Results", Results)
     kept = len(read_rows(path))
     work[1] = stub_task("b")
-    assert main([*words, "--resume"], machine) == 0
+    assert main([*words, "--resume"], MACHINE) == 0
     assert len(read_rows(path)) == kept + 2
 
 
-def test_targets_end_with_their_table_and_say_what_is_left(monkeypatch, tmp_path, capsys):
-    machine, _, words = stand_in(monkeypatch, tmp_path)
-    work = [stub_task("a"), stub_task("b", seconds=1e6)]
+def test_targets_end_with_their_table_and_say_what_is_left(
+    work, words, monkeypatch, tmp_path, capsys
+):
+    work.append(stub_task("b", seconds=1e6))
     monkeypatch.setattr(plan, "targets", lambda shapes: work)
     words = ["targets", *words[1:]]
-    assert main(words, machine) == 3
+    assert main(words, MACHINE) == 3
     out = capsys.readouterr().out
     assert "1 cases were left out" in out and "\ntarget " in out and "mlp" in out
     assert not list((tmp_path / "out").glob("*.png"))
     work.pop()
-    assert main([*words, "--resume"], machine) == 0
+    assert main([*words, "--resume"], MACHINE) == 0
 
 
-def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
+def test_imports_are_part_of_a_budget(work, words):
     """They take ten seconds there, in each of the processes."""
     left = []
 
@@ -177,78 +176,63 @@ def test_imports_are_part_of_a_budget(monkeypatch, tmp_path):
         left.append(signal.getitimer(signal.ITIMER_REAL)[0])
         yield from ()
 
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=measured)])
-    main(words, machine, started=time.monotonic() - 100.0)
+    work[0] = stub_task("a", run=measured)
+    main(words, MACHINE, started=time.monotonic() - 100.0)
     assert 0 < left[0] <= 400 - run.RESERVE
 
 
-def test_a_roof_is_said_with_its_figure(monkeypatch, tmp_path, capsys):
-    machine, _, words = stand_in(monkeypatch, tmp_path)
-    main(words, machine)
+def test_a_roof_is_said_with_its_figure(words, capsys):
+    main(words, MACHINE)
     out = capsys.readouterr().out
     assert "graph replay: eager: 1 ms\n" in out and "matmul: eager: 1 ms, 1.024e-06 TFLOP/s" in out
 
 
-def test_attention_alone_goes_over_t_in_five_minutes(monkeypatch, tmp_path):
+def test_attention_alone_goes_over_t_in_five_minutes(monkeypatch):
     seen = []
     monkeypatch.setattr("bench.__main__.run", lambda arguments, *_: seen.append(arguments) or 0)
-    machine, _, _ = stand_in(monkeypatch, tmp_path)
-    assert main(["attention"], machine) == main(["attention", "--mode", "fwd"], machine) == 0
+    assert main(["attention"], MACHINE) == main(["attention", "--mode", "fwd"], MACHINE) == 0
     whole, part = seen
     assert (whole.shape, whole.dtype, whole.time_budget) == (["sweep-"], ["bf16"], 300.0)
     assert part.mode == ["fwd"] and part.shape is part.dtype is part.time_budget is None
 
 
-def test_an_op_has_the_modes_of_ops():
-    """`attention --mode train` would measure nothing and end well."""
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["attention", "--mode", "train"])
-
-
-def test_roofs_are_measured_once(monkeypatch, tmp_path):
+def test_roofs_are_measured_once(words, tmp_path):
     """What a resumed run is held against is what the first one reached."""
-    machine, _, words = stand_in(monkeypatch, tmp_path)
-    main(words, machine)
+    main(words, MACHINE)
     first = [r for r in read_rows(tmp_path / "out") if r.op == "roof"]
-    machine.make_timer = lambda: FakeTimer(7.0)
-    main([*words, "--resume"], machine)
+    main([*words, "--resume"], Machine(CPU, lambda: FakeTimer(7.0)))
     assert [r for r in read_rows(tmp_path / "out") if r.op == "roof"] == first
 
 
-def test_the_summary_says_what_could_not_be_had(monkeypatch, tmp_path):
-    machine, _, words = stand_in(monkeypatch, tmp_path)
-    work = [stub_task("a")]
+def test_the_summary_says_what_could_not_be_had(work, words, monkeypatch, tmp_path):
     monkeypatch.setattr("bench.run.tasks", lambda wanted: wanted.say("flash is absent") or work)
-    assert main(words, machine) == 0
+    assert main(words, MACHINE) == 0
     assert "- flash is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
 
 
-def test_an_old_failure_ends_a_resumed_run_badly_and_not_an_anew_one(monkeypatch, tmp_path):
+def test_an_old_failure_ends_a_resumed_run_badly(work, words):
     def fails(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", status=ERROR)
 
-    machine, _, words = stand_in(
-        monkeypatch, tmp_path, work=[stub_task("a", providers=("ours",), run=fails)]
-    )
-    assert main(words, machine) == 1
-    assert main([*words, "--resume"], machine) == 1  # the row is there still
+    work[0] = stub_task("a", providers=("ours",), run=fails)
+    assert main(words, MACHINE) == 1
+    assert main([*words, "--resume"], MACHINE) == 1  # the row is there still
 
 
-def test_an_interrupt_ends_with_130_and_with_the_rows(monkeypatch, tmp_path, capsys):
+def test_an_interrupt_ends_with_130_and_with_the_rows(work, words, monkeypatch, tmp_path, capsys):
     def interrupted(names, bench):
         yield Row("mlp", "ours", "a", "bf16", "both", ms=1.0)
         raise KeyboardInterrupt
 
-    machine, _, words = stand_in(monkeypatch, tmp_path, work=[stub_task("a", run=interrupted)])
-    assert main(words, machine) == 130
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    work[0] = stub_task("a", run=interrupted)
+    assert main(words, MACHINE) == 130
     assert "interrupted" in capsys.readouterr().out
     assert "mlp" in {r.op for r in read_rows(tmp_path / "out")}
     monkeypatch.setattr("bench.__main__.run", interrupt)
-    assert main(["mlp", "--out", str(tmp_path / "other")], machine) == 130
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
+    assert main(["mlp", "--out", str(tmp_path / "other")], MACHINE) == 130
 
 
 def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
@@ -256,8 +240,7 @@ def test_all_is_what_runs_where_no_command_is_named(monkeypatch):
     monkeypatch.setattr(
         "bench.__main__.run", lambda arguments, *_: seen.append(arguments.command) or 0
     )
-    machine = Machine(CPU, FakeTimer)
-    assert main([], machine) == main(["--mode", "fwd"], machine) == 0
+    assert main([], MACHINE) == main(["--mode", "fwd"], MACHINE) == 0
     assert seen == ["all", "all"]
 
 

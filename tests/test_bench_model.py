@@ -7,22 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_stand_ins import (
-    CPU,
-    FakeTimer,
-    bench,
-    few_rounds,  # noqa: F401, a fixture by its name
-)
+from bench_stand_ins import CPU, FakeTimer, bench, few_rounds  # noqa: F401, a fixture
 
 from bench import models as bench_models
-from bench.__main__ import main
 from bench.measure import model_errors, overall
 from bench.models import WAYS, Case, Runner, Way, build
 from bench.plan import Wanted, tasks
-from bench.rows import (
-    FAILED,
-    OK,
-)
+from bench.rows import FAILED, OK
 from fastvit_kernels import get_backend, swap_out
 from fastvit_kernels.accuracy.accuracy import measure
 from fastvit_kernels.commands.console import CommandError
@@ -61,38 +52,13 @@ def test_names_of_timm_take_an_image_size():
         planned(model=name, img_size=5)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--batch", "3"], "--batch and --img-size need --model"),
-        (["--model", "vit_mnist", "--mode", "fwd"], "--mode train or infer, got fwd"),
-        (["--model", "vit_mnist", "--dtype", "fp32"], "--dtype amp or bf16 and"),
-        (["--model", "vit_mnist", "--device", "cpu"], "torch sees no GPU, so nothing was run"),
-    ],
-)
-def test_mistakes(capsys, words, message):
-    assert main(["vit", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
-def _config(folder):
-    settings = dict(
-        model_type="vit",
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=8,
-        patch_size=4,
-        num_channels=3,
-    )
-    (folder / "config.json").write_text(json.dumps(settings))
-    return f"hf:{folder / 'config.json'}"
-
-
 def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
     pytest.importorskip("transformers")
-    case = Case(_config(tmp_path), 0, 2, "bf16", "train")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = dict(model_type="vit", image_size=8, patch_size=4, num_channels=3, **sizes)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    case = Case(f"hf:{path}", 0, 2, "bf16")
     rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
     assert [(r.provider, r.status, r.note) for r in rows] == [
         ("eager", OK, ""),
@@ -113,10 +79,20 @@ def test_our_own_model_is_held_against_its_pytorch_path(monkeypatch, swapped):
 # --- the plan's models
 
 
-@pytest.mark.parametrize("mode", ["train", "infer"])
-def test_whole_models_run_and_pass_the_gate(mode):
+@pytest.fixture
+def tiny():
     pytest.importorskip("timm")
-    case = Case("tiny", 16, 2, "bf16", mode)
+    return Case("tiny", 16, 2, "bf16")
+
+
+@pytest.fixture
+def infer(tiny):
+    return replace(tiny, mode="infer")
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_whole_models_run_and_pass_the_gate(tiny, mode):
+    case = replace(tiny, mode=mode)
     names = ("swapped", "swapped+graph") if mode == "train" else ("swapped",)
     rows = list(bench_models.measure_vit(case, names, bench()))
     graphs = ("eager+graph",) if mode == "train" else ()  # what a graph is held against
@@ -150,13 +126,11 @@ class ByWay(FakeTimer):
         return super().sample(run, count, flush)
 
 
-def test_a_graph_is_held_against_a_graph(monkeypatch):
+def test_a_graph_is_held_against_a_graph(infer):
     """Beside eager calls, a graph's speed-up would be the launches that it saves anybody."""
-    pytest.importorskip("timm")
     timer = ByWay(eager=8.0, eager_graph=4.0, swapped=4.0, swapped_graph=2.0)
     timer.work = work = bench(timer)
-    case = Case("tiny", 16, 2, "bf16", "infer")
-    rows = bench_models.measure_vit(case, ("swapped", "swapped+graph"), work)
+    rows = bench_models.measure_vit(infer, ("swapped", "swapped+graph"), work)
     assert {r.provider: r.speedup for r in rows} == {
         "eager": 1.0,
         "eager+graph": 1.0,
@@ -165,24 +139,21 @@ def test_a_graph_is_held_against_a_graph(monkeypatch):
     }
 
 
-def test_what_is_compared_takes_turns_where_both_fit(monkeypatch):
+def test_what_is_compared_takes_turns_where_both_fit(infer, monkeypatch):
     """The clock of one that ran minutes later may be another; but several H do not fit."""
-    pytest.importorskip("timm")
     assert Case("L", 224, 1).parameters < bench_models.ALONE < Case("H", 224, 1).parameters
-    case = Case("tiny", 16, 2, "bf16", "infer")
     monkeypatch.setattr(bench_models, "_warm_up", lambda entry, *_: None)
     in_turns, alone = ["eager", "swapped"] * ROUNDS, ["eager"] * ROUNDS + ["swapped"] * ROUNDS
     for most, turns in ((bench_models.ALONE, in_turns), (0, alone)):
         monkeypatch.setattr(bench_models, "ALONE", most)
         timer = ByWay()
         timer.work = work = bench(timer)
-        list(bench_models.measure_vit(case, ("swapped",), work))
+        list(bench_models.measure_vit(infer, ("swapped",), work))
         assert timer.turns == turns
 
 
-def test_a_graph_has_the_gradients_and_adamw_comes_after_it():
+def test_a_graph_has_the_gradients_and_adamw_comes_after_it(tiny):
     """As max-autotune has it: or one side's optimizer would have no launches."""
-    pytest.importorskip("timm")
     calls = []
 
     class Noting(FakeTimer):
@@ -191,7 +162,7 @@ def test_a_graph_has_the_gradients_and_adamw_comes_after_it():
             replay = super().capture(step)
             return lambda: (calls.append("replay"), replay())
 
-    runner = Runner(Case("tiny", 16, 2, "bf16"), WAYS["swapped+graph"], CPU)
+    runner = Runner(tiny, WAYS["swapped+graph"], CPU)
     adamw = runner.optimizer.step
     runner.optimizer.step = lambda: (calls.append("AdamW"), adamw())
     step = runner.captured(Noting())
@@ -202,22 +173,18 @@ def test_a_graph_has_the_gradients_and_adamw_comes_after_it():
     assert not any(map(torch.equal, runner.parameters, before))
 
 
-def test_what_is_kept_is_that_of_a_forward_with_its_graph():
-    pytest.importorskip("timm")
-
+def test_what_is_kept_is_that_of_a_forward_with_its_graph(tiny):
     class Kept(FakeTimer):
         def memory_mib(self, run):
             return 3.0, 2.0 if run().requires_grad else 0.0
 
-    case = Case("tiny", 16, 2, "bf16")
-    rows = list(bench_models.measure_vit(case, ("swapped",), bench(Kept())))
+    rows = list(bench_models.measure_vit(tiny, ("swapped",), bench(Kept())))
     assert [r.kept_mib for r in rows] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("dtype", "low"), [("amp", torch.float32), ("bf16", torch.bfloat16)])
-def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(dtype, low):
-    pytest.importorskip("timm")
-    case = Case("tiny", 16, 2, dtype)
+def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(tiny, dtype, low):
+    case = replace(tiny, dtype=dtype)
     runner, oracle = Runner(case, Way(), CPU), bench_models.Oracle(case, CPU)
     assert {x.dtype for x in (*runner.parameters, runner.images)} == {low}
     assert runner.logits().dtype == torch.bfloat16
@@ -244,29 +211,15 @@ def test_the_vector_of_all_gradients_is_judged_as_one_tensor():
     assert vars(found) == pytest.approx(vars(whole))
 
 
-def test_no_gradient_of_a_host_is_nothing():
+def test_no_gradient_of_a_host_is_nothing(tiny):
     """Of a head of zeros every other gradient would be right."""
-    pytest.importorskip("timm")
-    runner = Runner(Case("tiny", 16, 2, "bf16"), Way(), CPU)
+    runner = Runner(tiny, Way(), CPU)
     logits, *grads = runner.results(torch.randn(2, 1000)).values()
     assert logits.shape == (2, 1000)
     assert len(grads) == len(runner.parameters) and all(g.abs().max() > 0 for g in grads)
 
 
-def test_the_gate_of_whole_models_closes(monkeypatch):
-    pytest.importorskip("timm")
-
-    def spoiled(model):
-        with torch.no_grad():
-            model.blocks[0].mlp.fc1.weight.mul_(1.5)
-
-    monkeypatch.setattr(compare, "swap_in", spoiled)
-    case = Case("tiny", 16, 2, "bf16", "infer")
-    rows = list(bench_models.measure_vit(case, ("swapped",), bench()))
-    assert rows[1].status == FAILED and rows[1].speedup is None
-
-
-def _spoiled(monkeypatch, spoil):
+def _spoiled(case, monkeypatch, spoil):
     """The status and note of "swapped" where `spoil` has had the swapped model."""
     swap_in = compare.swap_in
 
@@ -276,19 +229,17 @@ def _spoiled(monkeypatch, spoil):
         return report
 
     monkeypatch.setattr(compare, "swap_in", swapped)
-    case = Case("tiny", 16, 2, "bf16", "train")
     row = list(bench_models.measure_vit(case, ("swapped",), bench()))[1]
     return row.status, row.note, row.speedup
 
 
-def test_the_gate_of_whole_models_looks_at_every_gradient(monkeypatch):
+def test_the_gate_of_whole_models_looks_at_every_gradient(tiny, monkeypatch):
     """The norm's bias is a small part of all gradients as one vector."""
-    pytest.importorskip("timm")
 
     def spoil(model):
         model.blocks[0].norm2.bias.register_hook(lambda d: 1.5 * d)
 
-    status, note, speedup = _spoiled(monkeypatch, spoil)
+    status, note, speedup = _spoiled(tiny, monkeypatch, spoil)
     assert status == FAILED and "dblocks.0.norm2.bias" in note and speedup is None
 
 
@@ -300,17 +251,15 @@ def test_a_gradient_that_a_model_lacks_counts_as_zeros():
     assert [e.name for e in model_errors(whole, whole, lacking)] == ["logits"]
 
 
-def test_a_swapped_model_that_runs_its_host_is_refused(monkeypatch):
-    pytest.importorskip("timm")
-    status, note, speedup = _spoiled(monkeypatch, swap_out)
+def test_a_swapped_model_that_runs_its_host_is_refused(tiny, monkeypatch):
+    status, note, speedup = _spoiled(tiny, monkeypatch, swap_out)
     assert status == FAILED and "none of our kernels ran" in note and speedup is None
 
 
 @pytest.mark.parametrize("name", ["eager", "swapped", "swapped-low"])
-def test_a_step_of_training_trains(name):
+def test_a_step_of_training_trains(tiny, name):
     """Every way: forward, loss, backward, and the optimizer."""
-    pytest.importorskip("timm")
-    runner = Runner(Case("tiny", 16, 2, "bf16"), WAYS[name], CPU)
+    runner = Runner(tiny, WAYS[name], CPU)
     runner.optimizer.param_groups[0]["lr"] = 1e-2  # for bf16 to show
     before = [p.detach().clone() for p in runner.parameters]
     loss = runner.step()
@@ -322,47 +271,31 @@ def test_a_step_of_training_trains(name):
     assert all(float(s["step"]) == 2 for s in runner.optimizer.state.values())
 
 
-def test_a_step_of_inference_trains_nothing():
-    pytest.importorskip("timm")
-    runner = Runner(Case("tiny", 16, 2, "bf16", "infer"), WAYS["swapped"], CPU)
+def test_a_step_of_inference_trains_nothing(infer):
+    runner = Runner(infer, WAYS["swapped"], CPU)
     before = [p.detach().clone() for p in runner.parameters]
     assert not runner.step().requires_grad and not runner.model.training
     assert all(map(torch.equal, runner.parameters, before))
 
 
-def test_a_graph_is_judged_by_what_its_replay_writes():
+def test_a_graph_is_judged_by_what_its_replay_writes(infer):
     """Eager results would vouch for it: a capture that leaves kernels out stays hidden."""
-    pytest.importorskip("timm")
 
     class Empty(FakeTimer):
         def capture(self, step):
             super().capture(step)
             return lambda: None
 
-    case = Case("tiny", 16, 2, "bf16", "infer")
-    rows = {
-        r.provider: r for r in bench_models.measure_vit(case, ("swapped+graph",), bench(Empty()))
-    }
-    row = rows["swapped+graph"]
-    assert row.status == FAILED and "logits" in row.note and row.speedup is None
-    rows = {r.provider: r for r in bench_models.measure_vit(case, ("swapped+graph",), bench())}
-    assert rows["swapped+graph"].status == OK
+    *_, row = bench_models.measure_vit(infer, ("swapped+graph",), bench(Empty()))
+    assert row.provider == "swapped+graph" and row.status == FAILED
+    assert "logits" in row.note and row.speedup is None
 
 
-def test_dropped_samples_are_measured_without_the_gate():
-    pytest.importorskip("timm")
-    case = Case("tiny", 16, 2, "bf16", drop_path=0.4)
+def test_dropped_samples_are_measured_without_the_gate(tiny):
+    case = replace(tiny, drop_path=0.4)
     rows = list(bench_models.measure_vit(case, ("swapped", "swapped-skip"), bench()))
     assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 3
     assert all(r.ms == 1.0 and r.speedup is None for r in rows)
     assert all("dropped samples are random" in r.note for r in rows)
     model = build(replace(case, model="Ti"), torch.device("meta"))
     assert max(getattr(m, "drop_prob", None) or 0.0 for m in model.modules()) > 0.39
-
-
-def test_models_are_drawn_on_their_device():
-    pytest.importorskip("timm")
-    model = build(Case("tiny", 16, 2), torch.device("meta"))
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    first, second = (build(Case("tiny", 16, 2), CPU).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import bench_stand_ins  # noqa: F401, finds bench
 import pytest
 
 from bench import report
@@ -115,16 +114,7 @@ def heights(axes):
 
 
 def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
-    row = Row(
-        "vit",
-        "eager",
-        "a",
-        "amp",
-        "train",
-        ms=2.0,
-        peak_mib=2048.0,
-        kept_mib=1024.0,
-    )
+    row = Row("vit", "eager", "a", "amp", "train", ms=2.0, peak_mib=2048.0, kept_mib=1024.0)
     rows = [row, replace(row, mode="infer", peak_mib=9.0)]
     report.draw_vit(rows, tmp_path)
     labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]

@@ -1,26 +1,21 @@
 """The goals: which rows decide them, what is said of them, and that what they need is measured."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from bench_stand_ins import bench
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # bench is no part of the package
-
 from bench import plan, report
 from bench.models import EAGER_GRAPH
 from bench.ops import SEARCH
-from bench.plan import CLAIMS, Claim, verdict
+from bench.plan import CLAIMS, verdict
 from bench.rows import ERROR, FAILED, Row
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
+FORWARD = BY_NAME["attention fwd, T = 197, 257"]
 
 
 def attention(provider, T, ms, **fields):
@@ -29,7 +24,6 @@ def attention(provider, T, ms, **fields):
 
 
 def test_the_worst_case_decides_against_the_fastest_peer():
-    claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [
         attention("ours", 197, 1.0),
         attention("sdpa-flash", 197, 2.0),
@@ -40,19 +34,18 @@ def test_the_worst_case_decides_against_the_fastest_peer():
         attention("ours", 577, 9.0),
         attention("sdpa-flash", 577, 1.0),
     ]
-    found = verdict(claim, rows)
+    found = verdict(FORWARD, rows)
     assert (found.shape, found.ratio) == ("sweep-T-B1-T257-C768-H12", 1.2)
     assert found.word == "MISSED" and found.peer.provider == "sdpa-cudnn-unpacked"
-    assert verdict(claim, [r for r in rows if r.provider != "sdpa-cudnn-unpacked"]).word == "met"
+    assert verdict(FORWARD, [r for r in rows if r.provider != "sdpa-cudnn-unpacked"]).word == "met"
 
 
 def test_goals_are_for_the_gpus_that_they_name():
     """Elsewhere the ratio stands alone: nothing is met or missed."""
-    claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 1.1)]
     for gpu, word in (("NVIDIA H100 80GB HBM3", "MISSED"), ("NVIDIA GeForce RTX 4090", "no goal")):
         here = [replace(r, gpu=gpu) for r in rows]
-        found = verdict(claim, here)
+        found = verdict(FORWARD, here)
         assert (found.word, found.ratio) == (word, pytest.approx(1.1))
         assert word in str(plan.claim_lines(here)) and ("1.10" in str(plan.claim_lines(here)))
         decided = report.docs([("run", here)]).partition("### Targets")[2]
@@ -60,36 +53,33 @@ def test_goals_are_for_the_gpus_that_they_name():
 
 
 def test_the_fastest_of_ours_counts_and_like_is_held_against_like():
-    claim = BY_NAME["attention fwd, T = 197, 257"]
     ours = attention("ours", 197, 3.0, graph_ms=1.0)
     split = attention("ours-split", 197, 2.0, graph_ms=1.5)
     peer = attention("sdpa-flash", 197, 3.0, graph_ms=1.4)
-    assert verdict(claim, [ours, split, peer]).ratio == pytest.approx(1.4)
+    assert verdict(FORWARD, [ours, split, peer]).ratio == pytest.approx(1.4)
     eager = replace(peer, graph_ms=None)  # that could not be captured: both with the host
-    assert verdict(claim, [ours, split, eager]).ratio == pytest.approx(1.0)
+    assert verdict(FORWARD, [ours, split, eager]).ratio == pytest.approx(1.0)
 
 
 def test_a_peer_that_breaks_the_2x_rule_counts_and_ours_does_not():
-    claim = BY_NAME["attention fwd, T = 197, 257"]
     ours = attention("ours", 197, 1.0)
     rows = [ours, attention("sdpa-flash", 197, 1.1, status=FAILED)]
-    assert verdict(claim, rows).ratio == pytest.approx(1.1)
+    assert verdict(FORWARD, rows).ratio == pytest.approx(1.1)
     lines = {line[0]: line for line in plan.claim_lines(rows)}
     assert lines["attention fwd, T = 197, 257 (T197)"][3] == "1.1 ms sdpa-flash*"
     wrong = [replace(ours, status=FAILED, note="2x rule"), rows[1]]
-    found = verdict(claim, wrong)
+    found = verdict(FORWARD, wrong)
     assert found.ratio is None and found.word == "FAILED: 2x rule"
     good = [attention("ours", 257, 1.0), attention("sdpa-flash", 257, 5.0)]
-    assert verdict(claim, [*wrong, *good]).word == "FAILED: 2x rule"  # the good do not hide it
+    assert verdict(FORWARD, [*wrong, *good]).word == "FAILED: 2x rule"  # the good do not hide it
 
 
 def test_rows_of_another_dtype_or_mode_decide_nothing():
-    claim = BY_NAME["attention fwd, T = 197, 257"]
     rows = [attention("ours", 197, 1.0), attention("sdpa-flash", 197, 2.0)]
     for fields in ({"dtype": "fp16"}, {"mode": "bwd"}, {"op": "rope"}):
         others = [replace(row, **fields) for row in (replace(rows[0], ms=0.1), rows[1])]
-        assert not any(claim.has(row) for row in others)
-        assert verdict(claim, [*others, *rows]).ratio == 2.0
+        assert not any(FORWARD.has(row) for row in others)
+        assert verdict(FORWARD, [*others, *rows]).ratio == 2.0
 
 
 def test_shares_of_the_roofs():
@@ -132,19 +122,13 @@ def test_without_rows_each_line_says_why():
     assert verdict(BY_NAME["peak memory"], [error]).word == "error: no kernel"
 
 
-def measured(claim: Claim):
-    """Providers of the tasks' keys that belong to a claim, by shape."""
-    found: dict[str, set[str]] = {}
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_what_a_claim_compares_is_measured(claim):
+    found: dict[str, set[str]] = {}  # providers of the tasks' keys that belong to it, by shape
     for task in plan.targets():
         for op, provider, shape, dtype, mode in task.keys:
             if claim.has(Row(op, provider, shape, dtype, mode)):
                 found.setdefault(shape, set()).add(provider)
-    return found
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
-def test_what_a_claim_compares_is_measured(claim):
-    found = measured(claim)
     assert len(found) == len(claim.shapes)
     for providers in found.values():
         assert any(plan._is(p, claim.ours) for p in providers)

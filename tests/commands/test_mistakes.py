@@ -49,9 +49,15 @@ MISTAKES = {
     "compare --ways fast": "invalid choice: 'fast' (choose from",
     "attention-maps photo.png --weights mnist.pth --option depth": "must be NAME=VALUE, got depth",
     "bench linear --batch 1 --time-budget nan": "--time-budget: must be a number above 0",
+    "bench attention --mode train": "invalid choice: 'train' (choose from",
+    "bench vit --batch 3": "--batch and --img-size need --model",
+    "bench vit --model vit_mnist --mode fwd": "--mode train or infer, got fwd",
+    "bench vit --model vit_mnist --dtype fp32": "--dtype amp or bf16 and",
     # this machine
     "tune": "by measuring them on a GPU: none on cpu",
-    "bench linear": "torch sees no GPU",
+    "bench quick": "torch sees no GPU, so nothing was run",
+    "bench targets": "torch sees no GPU, so nothing was run",
+    "bench linear --device cpu": "torch sees no GPU, so nothing was run",
     # models
     "train --model vit_smal_patch16_224": "module:callable; near names: vit_small_patch16_224",
     "compare resnet50": "near names: timm:resnet50",

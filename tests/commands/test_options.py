@@ -9,12 +9,7 @@ import fastvit_kernels as fk
 from bench.__main__ import build_parser as bench_parser
 from fastvit_kernels.commands import cli, options
 from fastvit_kernels.commands.console import CommandError
-from fastvit_kernels.commands.models import (
-    build_model,
-    fused_model,
-    input_shape,
-    logits_of,
-)
+from fastvit_kernels.commands.models import build_model, fused_model, input_shape, logits_of
 
 # The least and the most that each number takes; ints must be whole. "check --jobs" is check's own.
 LIMITS = {

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # bench is no part of the package
 
 from bench import measure, models, ops
 from bench.measure import Bench, Roofs
@@ -26,14 +22,13 @@ class FakeTimer(Timer):
     """Runs everything once and says what time it took by a table, so that ratios are known."""
 
     def __init__(self, ms: float = 1.0):
-        self.ms, self.captures = ms, 0
+        self.ms = ms
 
     def sample(self, run, count, flush):
         run()
         return [self.ms] * count
 
     def capture(self, step: Step):
-        self.captures += 1
         state = step.prepare()
         step.run(state)
         return lambda: step.run(state)
@@ -67,6 +62,8 @@ def bench(timer=None):
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch):
     monkeypatch.setattr(measure, "WARM_UP", 1)
+    monkeypatch.setattr(measure, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(measure, "MATMUL_SIDE", {"bf16": 8})
     for module in (measure, models):
         monkeypatch.setattr(module, "TURN_MS", 2.0)
     monkeypatch.setitem(models.PLAIN, "tiny", "bench_stand_ins:tiny_vit")

@@ -54,8 +54,7 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
     "weights/": ("models/test_weights.py", "models/test_hostile_weights.py"),
     "fuse/": ("fuse/test_lookalikes.py", "fuse/test_spellings.py", "fuse/test_swap_in.py"),
     "ops/": ("ops/test_linear.py", "ops/test_mlp.py"),
-    "accuracy/entries/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
-    "verify/": ("commands/test_check.py", "ops/test_fuzz.py"),
+    "accuracy/": ("commands/test_check.py", "ops/test_bad_calls.py", "ops/test_fuzz.py"),
     "": ("models/test_vit.py",),
 }
 NOT_RUN = ("__repr__", "__str__")
@@ -243,9 +242,7 @@ def _in_turn(groups: Sequence[Sequence[T]]) -> list[T]:
     return [x for turn in zip_longest(*groups) for x in turn if x is not None]
 
 
-def draw(
-    count: int, seed: int, patterns: Sequence[str] = ("*",), ran: Ran | None = None
-) -> list[Fault]:
+def draw(count: int, seed: int, patterns: Sequence[str], ran: Ran | None) -> list[Fault]:
     """Faults by turns of rooms, and of the files in each: what is large does not swallow all."""
 
     def order(fault: Fault) -> str:

@@ -13,14 +13,7 @@ import fast_operations
 import numpy as np
 import triton
 from fast_interpreter import unwrap
-from fast_operations import (
-    _broadcast_type,
-    _constant,
-    _of_element,
-    _result,
-    cast,
-    to_tensor,
-)
+from fast_operations import _broadcast_type, _constant, _of_element, _result, cast, to_tensor
 from triton import language as tl
 from triton.language import core, random, standard
 from triton.runtime import interpreter
@@ -72,14 +65,7 @@ def _element(pointer: Any) -> Any:
     return element if id(element) in _STORED else None
 
 
-def load(
-    pointer: Any,
-    mask: Any = None,
-    other: Any = None,
-    *args: Any,
-    _semantic: Any = _semantic,
-    **kwargs: Any,
-) -> Any:
+def load(pointer, mask=None, other=None, *args, _semantic=_semantic, **kwargs) -> Any:
     element, mask, other = _element(pointer), unwrap(mask), unwrap(other)
     if element is not None and not args and not kwargs and _is_mask(mask, pointer.type):
         type = _of_element(pointer.type, element)
@@ -99,14 +85,7 @@ def load(
     return _slow[load](pointer, mask, other, *args, _semantic=_semantic, **kwargs)
 
 
-def store(
-    pointer: Any,
-    value: Any,
-    mask: Any = None,
-    *args: Any,
-    _semantic: Any = _semantic,
-    **kwargs: Any,
-) -> Any:
+def store(pointer, value, mask=None, *args, _semantic=_semantic, **kwargs) -> Any:
     element, mask = _element(pointer), unwrap(mask)
     if (
         element is None
@@ -143,15 +122,7 @@ def _product(a: Any, b: Any) -> Any:
     return known[2]
 
 
-def dot(
-    input: Any,
-    other: Any,
-    acc: Any = None,
-    input_precision: Any = None,
-    *args: Any,
-    _semantic: Any = _semantic,
-    **kwargs: Any,
-) -> Any:
+def dot(input, other, acc=None, input_precision=None, *args, _semantic=_semantic, **kwargs) -> Any:
     if not args and not kwargs and input.__class__ is Tensor and other.__class__ is Tensor:
         type = _product(input.type, other.type)
         if (
@@ -164,13 +135,7 @@ def dot(
     return _slow[dot](input, other, acc, input_precision, *args, _semantic=_semantic, **kwargs)
 
 
-def to(
-    self: Any,
-    dtype: Any,
-    fp_downcast_rounding: Any = None,
-    bitcast: Any = False,
-    _semantic: Any = _semantic,
-) -> Any:
+def to(self, dtype, fp_downcast_rounding=None, bitcast=False, _semantic=_semantic) -> Any:
     """tensor.to and tl.cast."""
     dtype = unwrap(dtype)
     if fp_downcast_rounding is None and bitcast is False and isinstance(dtype, core.dtype):
@@ -178,7 +143,7 @@ def to(
     return _slow[to](self, dtype, fp_downcast_rounding, bitcast, _semantic=_semantic)
 
 
-def where(condition: Any, x: Any, y: Any, _semantic: Any = _semantic) -> Any:
+def where(condition, x, y, _semantic=_semantic) -> Any:
     x, y = unwrap(x), unwrap(y)
     if condition.__class__ is Tensor and condition.dtype is tl.int1:
         known = x if x.__class__ is Tensor else y

@@ -88,7 +88,7 @@ def write(pointers: np.ndarray, values: np.ndarray, mask: Any) -> bool:
     return True
 
 
-def create_load(self: Any, ptr: Any, cache: Any, eviction: Any, is_volatile: Any) -> Any:
+def create_load(self, ptr, cache, eviction, is_volatile) -> Any:
     dtype = ptr.get_element_ty()
     found = read(ptr.data, None, None, interpreter._get_np_dtype(dtype))
     if found is None:
@@ -97,13 +97,7 @@ def create_load(self: Any, ptr: Any, cache: Any, eviction: Any, is_volatile: Any
 
 
 def create_masked_load(
-    self: Any,
-    ptrs: Any,
-    mask: Any,
-    other: Any,
-    cache_modifier: Any,
-    eviction_policy: Any,
-    is_volatile: Any,
+    self, ptrs, mask, other, cache_modifier, eviction_policy, is_volatile
 ) -> Any:
     dtype = ptrs.get_element_ty()
     kind = interpreter._get_np_dtype(dtype)
@@ -120,14 +114,12 @@ def create_masked_load(
     )
 
 
-def create_store(self: Any, ptr: Any, value: Any, cache: Any, eviction: Any) -> Any:
+def create_store(self, ptr, value, cache, eviction) -> None:
     if not write(ptr.data, value.data, None):
         _create_store(self, ptr, _broadcast(value, ptr), cache, eviction)
 
 
-def create_masked_store(
-    self: Any, ptrs: Any, value: Any, mask: Any, cache: Any, eviction: Any
-) -> Any:
+def create_masked_store(self, ptrs, value, mask, cache, eviction) -> None:
     if not write(ptrs.data, value.data, _array(mask)):
         mask = interpreter.TensorHandle(
             np.broadcast_to(_array(mask), ptrs.data.shape).copy(), tl.int1

@@ -6,8 +6,8 @@ fuzz_cases.KEPT. Numbers follow from the seed; strides from the name of a layout
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -169,16 +169,6 @@ def _functions(case: Case) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return called(op.function), called(op.specification)
 
 
-@contextmanager
-def _route(route: str | None) -> Iterator[None]:
-    """Inside, `route` multiplies in linear and mlp, whatever they remember of former calls."""
-    if route is None:
-        yield
-        return
-    with forced_route(route):
-        yield
-
-
 class _Outcome(NamedTuple):
     errors: list[Error]
     broken: list[Error]
@@ -208,7 +198,8 @@ def _outcome(case: Case, seed: int) -> _Outcome:
         dtypes.append(DTYPES[case.autocast])
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     expected = Reference(reference, inputs, upstream=upstream, dtype=coarsest)
-    with _route(case.route), backend("triton"), guard, guard.watching(), unwatched(case.direct):
+    route = nullcontext() if case.route is None else forced_route(case.route)
+    with route, backend("triton"), guard, guard.watching(), unwatched(case.direct):
         errors = expected.errors(function)
     guard.check()
     zeros = {f"d{name}" for name, x in expected.oracle_grads.items() if _cancels(x, upstream)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect, insort
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -171,16 +171,9 @@ def _faults(buffer: _Buffer) -> list[str]:
     return faults
 
 
-@contextmanager
-def unwatched(is_direct: bool = True) -> Iterator[None]:
+def unwatched(is_direct: bool) -> Any:
     """Inside, calls go past torch's dispatcher, as a user's do, though a guard looks on."""
-    num_modes = compat.num_modes
-    if is_direct:
-        compat.num_modes = lambda: 0
-    try:
-        yield
-    finally:
-        compat.num_modes = num_modes
+    return patch.object(compat, "num_modes", lambda: 0) if is_direct else nullcontext()
 
 
 @contextmanager

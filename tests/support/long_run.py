@@ -45,10 +45,7 @@ class Size:
     drop: float = 0.1  # of projections, attention and paths
 
 
-SIZES = {
-    "digits": Size(patch=2, width=64, depth=4, heads=4, batch=64, lr=2e-3),
-    "tiny": Size(patch=4, width=32, depth=1, heads=1, batch=8, lr=4e-3, drop=0.0),  # interpreted
-}
+SIZES = {"digits": Size(patch=2, width=64, depth=4, heads=4, batch=64, lr=2e-3)}
 
 
 @dataclass
@@ -176,12 +173,7 @@ class Run:
 
 
 def train(
-    make: Callable[[], nn.Module],
-    size: Size,
-    seed: int,
-    precision: str,
-    steps: int,
-    evaluate: bool = True,
+    make: Callable[[], nn.Module], size: Size, seed: int, precision: str, steps: int
 ) -> Outcome:
     """AdamW with a linear warm-up and decay; the same arithmetic whatever the model is.
 
@@ -208,7 +200,7 @@ def train(
             memory.append((live_tensors() - len(losses), used_bytes()))
     graphs += run.graphs_grown()
     (tensors, used), (last_tensors, last_used) = memory[0], memory[-1]
-    accuracy = held_out_accuracy(run.ema.module, precision) if evaluate else float("nan")
+    accuracy = held_out_accuracy(run.ema.module, precision)
     values = [loss.item() for loss in losses]
     return Outcome(values, accuracy, graphs, last_tensors - tensors, last_used - used)
 

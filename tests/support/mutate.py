@@ -32,6 +32,7 @@ from drawn import ROOT, Fault, Ran, draw, path_of, plant
 FORK = multiprocessing.get_context("fork")
 # What nearly every test imports but the package, which each process imports from its copy.
 SHARED = ("numpy", "pytest", "torch", "triton.language")
+TIMEOUT = 900.0  # seconds for a fault's tests
 PEERS = ("timm", "transformers.modeling_utils", "torchvision")
 
 
@@ -156,18 +157,17 @@ def main() -> int:
     add("--seed", type=int, default=0, help="another one draws others")
     add("--files", metavar="GLOB", nargs="+", default=["*"], help="draw in these alone")
     add("--ran", metavar="FILE", type=Path, help="which tests run which lines")
-    add("--timeout", type=float, default=900, help="seconds for a fault's tests")
     words = parser.parse_args()
     import_once()
     ran = Ran(words.ran) if words.ran else None
     faults = draw(words.random, words.seed, words.files, ran)
-    collected = run_tests((t for f in faults for t in f.tests), words.timeout, "--collect-only")
+    collected = run_tests((t for f in faults for t in f.tests), TIMEOUT, "--collect-only")
     if collected.status != 0:
         sys.exit(f"tests are missing, or fail to import without a fault:\n{collected.output}")
     noticed_by = []
     for fault in faults:
         begun = time.monotonic()
-        run = run_tests(fault.tests, words.timeout, "-x", fault=fault)
+        run = run_tests(fault.tests, TIMEOUT, "-x", fault=fault)
         by = f" by {run.test}" if run.test else ""
         outcome = run.outcome or "not noticed"
         print(f"{fault.id}: {outcome}{by} ({time.monotonic() - begun:.0f} s)", flush=True)

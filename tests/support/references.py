@@ -1,9 +1,7 @@
 """Reference models that no library holds, written out in plain torch.nn from their descriptions.
 
 ScratchViT    a ViT from scratch: qkv without bias, mean over all tokens, LayerNorm, Linear
-patchify      (B, C, H, W) -> (B, H'W', pH*pW*C), then a Linear
 NotebookViT   a notebook's ViT on handwritten digits: token 0, Linear + tanh, Linear
-
 """
 
 from __future__ import annotations
@@ -103,15 +101,6 @@ class ScratchViT(Reference):
         for layer in self.layers:
             x = layer(x)
         return self.to_classes(x.mean(dim=1))
-
-
-def patchify(images: Tensor, patch_height: int, patch_width: int) -> Tensor:
-    """Reference 2: (B, C, H, W) -> (B, H'W', pH*pW*C), pixels in (row, column, channel) order."""
-    B, C, height, width = images.shape
-    x = images.reshape(
-        B, C, height // patch_height, patch_height, width // patch_width, patch_width
-    )
-    return x.permute(0, 2, 4, 3, 5, 1).reshape(B, -1, patch_height * patch_width * C)
 
 
 class NotebookBlock(nn.Module):

@@ -28,21 +28,16 @@ from tests.support.private import tree_leaves
 GPU = "sm_90"  # its configs and routes
 
 
-class Call(NamedTuple):
-    name: str
-    bytes: int
-
-
 @dataclass
 class Count:
-    """What was called, and the storages that backward keeps."""
+    """What each call moved, and the storages that backward keeps."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  # bytes
     kept: dict[int, Tensor] = field(default_factory=dict)  # by storage; alive: none is reused
 
     @property
     def bytes(self) -> int:
-        return sum(call.bytes for call in self.calls)
+        return sum(self.calls)
 
 
 _MOVES_NOTHING = ("empty", "new_empty", "_unsafe_view", "detach", "lift_fresh", "squeeze_")
@@ -66,14 +61,14 @@ class _Counting(TorchDispatchMode):
             func.is_view and _is_view_of(result, args)
         )
         if func.namespace == "aten" and not moves_nothing:
-            self.add(name, (args, kwargs, result))
+            self.add((args, kwargs, result))
         return result
 
-    def add(self, name: str, tree: Any) -> None:
+    def add(self, tree: Any) -> None:
         leaves = [getattr(x, "base", x) for x in tree_leaves(tree)]  # a tensor map's tensor
         moved = sum(tensor_bytes(x) for x in leaves if isinstance(x, Tensor))
         if moved:
-            self.count.calls.append(Call(name, moved))
+            self.count.calls.append(moved)
 
 
 def _is_view_of(result: Any, args: tuple[Any, ...]) -> bool:
@@ -111,11 +106,10 @@ def counting() -> Iterator[Count]:
     mode = _Counting(count)
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        name = self.fn.__name__.removeprefix("_").removesuffix("_kernel")
-        mode.add(name, (args, kwargs))
+        mode.add((args, kwargs))
 
     def product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-        mode.add("mm", (out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
+        mode.add((out, a, b, bias))  # one call of cuBLAS, which a fake CPU tensor is not
         return out
 
     class Hooks(saved_tensors_hooks):
