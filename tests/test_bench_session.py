@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from bench_stand_ins import bench, stub_task
 
 from bench import rows as bench_rows
-from bench.rows import ERROR, FAILED, FIELDS, OK, RESULTS, TIMEOUT, Results, Row, as_line, read_rows
+from bench.rows import (
+    ERROR,
+    FAILED,
+    FIELDS,
+    OK,
+    RESULTS,
+    TIMEOUT,
+    Results,
+    Row,
+    as_line,
+    read_rows,
+)
 from bench.run import Clock, TimeOver, run_tasks, watched
 from fastvit_kernels.commands.console import CommandError
 from tests.check import results_cache
@@ -203,6 +217,19 @@ def test_rows_of_another_machine_are_set_aside(tmp_path, field):
     assert read_rows(tmp_path / bench_rows.ELSEWHERE) == [other]  # and nothing is lost
 
 
+def test_who_ended_a_process_has_no_turns_when_a_task_renews(tmp_path):
+    """It would hang or lose the device with every --resume."""
+    calls: list = []
+    names = ("eager", "ours", "hangs")
+    results = Results(tmp_path, False)
+    row = Row("mlp", "hangs", "a", "bf16", "both", status=TIMEOUT)
+    results.append(row)
+    results.append(replace(row, provider="ours", status=OK, ms=5.0))
+    task = replace(stub_task("a", providers=names, calls=calls), renews=True)
+    run_tasks([task], bench(), results, Clock(None))
+    assert calls == [("a", ("eager", "ours"))]
+
+
 def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
     results = Results(tmp_path, False)
     results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
@@ -217,6 +244,37 @@ def test_a_task_that_renews_replaces_rows_of_former_turns(tmp_path):
     run_tasks([replace(task, renews=True)], bench(), results, Clock(None))
     found = {r.provider: r.status for r in read_rows(tmp_path)}
     assert found == {"eager": OK, "ours": OK, "ours-split": ERROR}  # what was measured stays
+
+
+def test_a_process_that_hangs_ends_and_the_next_leaves_the_case_out(tmp_path):
+    """The body sits in C code where no signal reaches it."""
+    program = """
+import sys, time
+sys.path.insert(0, {support!r})
+from pathlib import Path
+from bench_stand_ins import bench, stub_task
+from bench import run
+from bench.rows import Results
+def hangs(names, bench):
+    bench.at_work("ours")
+    time.sleep(1e6)
+    yield
+run.HUNG_S = 0.5
+results = Results(Path({out!r}), False)
+run.run_tasks([stub_task("a", 0.01, run=hangs)], bench(), results, run.Clock(None))
+"""
+    support = str(Path(__file__).parent / "support")
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(support=support, out=str(tmp_path))],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.returncode == 1 and "Timeout" in done.stderr, done.stderr
+    calls: list = []
+    run_tasks([stub_task("a", calls=calls)], bench(), Results(tmp_path, True), Clock(None))
+    assert calls == [("a", ("eager",))]
+    assert {r.provider: r.status for r in read_rows(tmp_path)} == {"eager": OK, "ours": TIMEOUT}
 
 
 def test_a_task_in_time_ends_nothing():
