@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_stand_ins import CPU, ROOFS, TINY, FakeTimer, bench, few_rounds, with_providers  # noqa: F401, a fixture
+from bench_stand_ins import (
+    CPU,
+    ROOFS,
+    TINY,
+    FakeTimer,
+    bench,
+    few_rounds,  # noqa: F401, a fixture by its name
+    with_providers,
+)
 
 import fastvit_kernels as fk
 from bench import measure

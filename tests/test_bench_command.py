@@ -11,7 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from bench_stand_ins import CPU, FakeTimer, few_rounds, stub_task  # noqa: F401, a fixture
+from bench_stand_ins import (
+    CPU,
+    FakeTimer,
+    few_rounds,  # noqa: F401, a fixture by its name
+    stub_task,
+)
 
 import fastvit_kernels as fk
 from bench import host, ops, plan, run

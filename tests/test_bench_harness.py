@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_stand_ins import CPU, TINY, FakeTimer, bench, few_rounds, with_providers  # noqa: F401, a fixture
+from bench_stand_ins import (
+    CPU,
+    TINY,
+    FakeTimer,
+    bench,
+    few_rounds,  # noqa: F401, a fixture by its name
+    with_providers,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
 from bench import measure, ops

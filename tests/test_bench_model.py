@@ -7,7 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench_stand_ins import CPU, FakeTimer, bench, few_rounds  # noqa: F401, a fixture
+from bench_stand_ins import (
+    CPU,
+    FakeTimer,
+    bench,
+    few_rounds,  # noqa: F401, a fixture by its name
+)
 
 from bench import models as bench_models
 from bench.measure import model_errors, overall
