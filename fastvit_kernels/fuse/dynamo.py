@@ -6,6 +6,7 @@ that. Everything is asked while a call is traced or compiled, never at import.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import sys
@@ -86,6 +87,16 @@ def module_path(source: str) -> str:
     path = re.sub(rf"{modules}|\[(\d+)\]", r".\1\2", source)
     path = re.sub(r"^L\['swapped'\]\.module(?![^.])|^L\['\w+'\]", "", path)
     return _HOP.sub("", path).strip(".")
+
+
+def isolated() -> dict[str, bool]:
+    """What torch.compile takes for limits of its own, in what follows a graph break too.
+
+    Of a forward with a graph break the parts are functions that blocks of one class share. Gone,
+    as before torch 2.13: such blocks share one limit of eight graphs.
+    """
+    known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if known else {}
 
 
 def limit_met(code: CodeType) -> str:

@@ -55,7 +55,8 @@ class GraphReport:
         declined: why the whole graph runs as Dynamo gave it, or None.
         failed: what raised while rewriting; its part of the graph is the host's.
         seconds: of rewriting it.
-        compiled: frame and number of the compile, as torch's logs print them; None unknown.
+        compiled: frame and number of the compile, as torch's logs print them, but for a swapped
+            module the number among its own; None unknown.
         graph_break: why Dynamo ended the graph early; "" where it did not.
     """
 
@@ -103,6 +104,11 @@ class Calls:
         if line not in self.notes:
             self.notes.append(line)
 
+    def counted(self, compiled: Compile) -> Compile:
+        """With the number among this module's: past a graph break Dynamo counts a class's."""
+        frames = [g.compiled.frame for g in self.graphs if g.compiled is not None]
+        return compiled._replace(times=frames.count(compiled.frame))
+
 
 NO_GRAPH = "it was called, but torch.compile captured no graph; the original code runs"
 # Rules that only write the graph in another way, for those that put ops in.
@@ -136,6 +142,8 @@ def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | Non
     report.compiled = compile_under_way()
     report.graph_break = "" if gm is None else break_reason(gm)
     calls = _collecting.get()
+    if calls is not None and report.compiled is not None:
+        report.compiled = calls.counted(report.compiled)
     if calls is not None and calls.inside:  # Dynamo knows the module alone
         names = [".".join(filter(None, (calls.inside, row.name))) for row in report.left]
         report.left = [replace(x, name=n) for x, n in zip(report.left, names, strict=True)]

@@ -203,7 +203,7 @@ class Swapped:
             if self.settings.compiler == "eager":
                 dynamo.let_batch_vary(entry.__code__, args, kwargs)
             weakref.finalize(self, dynamo.forget, entry.__code__).atexit = False
-            return torch.compile(entry, backend=backend)
+            return torch.compile(entry, backend=backend, **dynamo.isolated())
         except (ImportError, AttributeError) as error:
             self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
             return self.host

@@ -339,6 +339,17 @@ class Broken(Scaled):
         return super().forward(x)
 
 
+@pytest.mark.skipif(not ours.isolated(), reason="torch's blocks share a limit past a graph break")
+def test_more_blocks_with_a_graph_break_than_a_limit_are_all_fused():
+    model, host = swapped_and_host(nn.Sequential(*[Broken() for _ in range(4)]), only="[0-3]")
+    x = torch.randn(2, 8)
+    with dynamo.config.patch(recompile_limit=3), no_warning():
+        assert_same(model(x), host(x))
+    found = status(model)
+    assert sum(g.rules["linear"] for g in found.graphs) == 8  # two a block
+    assert len(found.graph_breaks) == 4 and not found.limits and found.recompiles == 0
+
+
 @pytest.mark.parametrize("make", [Scaled, Broken])
 def test_a_limit_of_recompiles_is_one_warning_and_a_row(make):
     model, host = swapped_and_host(make())
