@@ -194,6 +194,10 @@ class Graph:
         """Whether a node between the two may write to one of these."""
         return self.writer(tensors, since, until) is not None
 
+    def handed_out(self) -> set[int]:
+        """Where what the graph gives lies: its caller may write there."""
+        return storages(list(map(val, self.graph.output_node().all_input_nodes)))
+
     def absorb(self, nodes: Iterable[Node], root: Node, *, draw: Node | None = None) -> list[Node]:
         """The nodes that go once root is computed anew from what they read.
 
@@ -290,6 +294,7 @@ class Graph:
         strides, or random numbers, which are drawn in the order in which elements lie.
         """
         found: dict[Node, Any] = {root: val(new)}
+        shown: set[int] = set()  # where what was a copy becomes a view
         written = {s for _, w in self.written for s in w}
         for n in self.graph.nodes:
             if self.order[n] <= self.order[root] or not found.keys() & set(n.all_input_nodes):
@@ -297,6 +302,8 @@ class Graph:
             if n.op == "output":
                 same = all(have_same_strides(val(a), found.get(a)) for a in n.all_input_nodes)
                 need(same, "strides of the model's result")
+                given = storages([found.get(a, val(a)) for a in n.all_input_nodes])
+                need(not given & shown, "a copy in the model's result that becomes a view")
                 continue
             old = storages([val(n), *(val(a) for a in n.all_input_nodes)])
             plain = is_pure(n) and op(n) not in TELL_STRIDES and not old & written
@@ -304,7 +311,10 @@ class Graph:
             given, named = torch.fx.map_arg((n.args, n.kwargs), lambda a: found.get(a, val(a)))
             with self.fake_mode, n.meta["region"].entered():
                 out = n.target(*given, **named)  # type: ignore[operator]
-            is_own = not storages(out) & storages((given, named))
+            shared = storages(out) & storages((given, named))
+            is_own = not shared
+            if not storages(val(n)) & storages([val(a) for a in n.all_input_nodes]):
+                shown |= shared
             if not (is_own and have_same_strides(val(n), out)):
                 found[n] = out
         return found

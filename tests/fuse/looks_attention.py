@@ -152,7 +152,16 @@ def two_uses(kit: Kit, x: Tensor) -> Tensor:
     return join(sdpa(q, k, v)) + join(q) + kit.o(x)
 
 
+def heads_in_batch_written(kit: Kit, x: Tensor) -> Tensor:
+    """(B H, T, D), whose result is written to."""
+    q, k, v = (t.flatten(0, 1) for t in packed(kit, x))
+    y = torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+    y[:, 0] = 0.0
+    return y * 2
+
+
 STRUCTURES = {
+    "heads in the batch, written": heads_in_batch_written,
     "k of x turned": lambda kit, x: kinds_of(kit, x, x.transpose(0, 1)),
     "over heads": lambda kit, x: sdpa(
         *[layer(x).view(*x.shape[:2], H, D) for layer in (kit.q, kit.k, kit.v)]

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from .. import emitted as fk
-from ..graph import Decline, Graph, aten, is_float, need
+from ..graph import Decline, Graph, aten, is_float, need, storages
 from ..views import (
     ORDER_KEEPING,
     View,
@@ -217,19 +217,33 @@ def finish(
     """An op that gives (B, T, H, D), in place of the attention or of its joined heads."""
     n = call.node
     root, way = joined(g, n)
-    check_kept(g, root)
+    check_kept(g, call, root)
     gone = g.absorb([*path, *call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, op, *args, **options)
-    g.replace(root, in_place_of(g, root, n, out), gone, rule)
+    g.replace(root, handed_out(g, call, root, in_place_of(g, root, n, out)), gone, rule)
 
 
-def check_kept(g: Graph, root: Node, *operands: Node | None) -> None:
+def check_kept(g: Graph, call: Call, root: Node, mask: Node | None = None) -> None:
     """Our attention keeps its result and what it reads for the backward, as products of matrices
     that they copied first do not."""
-    kept = [root, *(n for n in operands if n is not None)]
-    if val(root).requires_grad:
-        writer = g.writer(kept, root, g.graph.output_node())
-        need(writer is None, f"{writer} may write to what attention keeps")
+    operands = [n for n in (call.q, call.k, call.v, mask) if n is not None]
+    if not val(root).requires_grad:
+        return
+    writer = g.writer([root, *operands], root, g.graph.output_node())
+    need(writer is None, f"{writer} may write to what attention keeps")
+    shown = storages(list(map(val, operands))) & g.handed_out()
+    need(is_sdpa(call) or not shown, "a caller may write to what attention keeps")
+
+
+def handed_out(g: Graph, call: Call, root: Node, new: Node) -> Node:
+    """A result that the graph gives to a caller, who may write to it: a copy, as written attention
+    does not keep its own."""
+    given = val(root).requires_grad and storages(val(root)) & g.handed_out()
+    return g.emit(root, aten.clone.default, new) if given and not is_sdpa(call) else new
+
+
+def is_sdpa(call: Call) -> bool:
+    return op(call.node) == "scaled_dot_product_attention"
 
 
 def in_place_of(g: Graph, root: Node, n: Node, out: Node) -> Node:
@@ -259,7 +273,7 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attent
         enable_gqa=enable_gqa,
     )
     root, way = joined(g, n)
-    check_kept(g, root, call.q, call.k, call.v, mask)
+    check_kept(g, call, root, mask)
     gone = g.absorb([*call.path, n, *way], root, draw=call.draw)
     out = g.emit(root, fk.scaled_dot_product_attention, call.q, call.k, call.v, **options)
     if root is n:
@@ -267,12 +281,13 @@ def by_heads(g: Graph, call: Call, enable_gqa: bool = False, rule: str = "attent
     else:
         by_token = g.emit(root, aten.transpose.int, out, 1, 2)
         new = in_place_of(g, root, n, by_token)
-    g.replace(root, new, gone, rule)
+    g.replace(root, handed_out(g, call, root, new), gone, rule)
 
 
 def as_four_axes(g: Graph, call: Call) -> None:
     """Heads in the batch, (B H, T, D), as those of one sample; (B, W, H, T, D) as B W samples."""
     n, mask = call.node, call.mask
+    check_kept(g, call, n, mask)
     gone = g.absorb(call.path, n, draw=call.draw)
     flat = val(n).ndim == 5
     if flat:
@@ -292,7 +307,7 @@ def as_four_axes(g: Graph, call: Call) -> None:
         out = g.emit(n, aten.unflatten.int, out, 0, [-1, shape(n)[1]])
     else:
         out = g.emit(n, aten.squeeze.dim, out, 0)
-    g.replace(n, g.laid_out(n, out, n), gone, "attention")
+    g.replace(n, handed_out(g, call, n, g.laid_out(n, out, n)), gone, "attention")
 
 
 def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:
