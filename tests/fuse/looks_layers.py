@@ -43,6 +43,7 @@ def by_rsqrt(how: Callable[..., Any]) -> Callable[..., Any]:
 
 
 NORMS = {
+    "rms by default eps": lambda kit, x: F.rms_norm(1e-9 * x, (C,), kit.rms.weight),
     "over two axes": lambda kit, x: F.layer_norm(x, x.shape[1:]),
     "over three axes": lambda kit, x: F.layer_norm(x, x.shape),
     "over one of the last two": lambda kit, x: F.layer_norm(x.transpose(1, 2), (x.shape[1],)),
@@ -152,6 +153,8 @@ def weight_seen_without_gradient(kit: Kit, x: Tensor) -> Tensor:
 
 
 MLPS = {
+    "a bias of integers": lambda kit, x: x @ kit.fc1.weight.t() + torch.arange(64),
+    "a bias of another dtype": lambda kit, x: x @ kit.fc1.weight.t() + kit.fc1.bias.half(),
     **{
         name: act(name)
         for name in "gelu silu relu tanh sigmoid relu6 hardswish hardsigmoid elu mish leaky_relu "
@@ -268,6 +271,7 @@ def keep(x: Tensor, p: float = 0.7, shape: Any = None) -> Tensor:
 
 
 EPILOGUES = {
+    "divided, under a float32 mask": lambda kit, x: x + branch(kit, x).div(0.7) * keep(x).float(),
     "sum": lambda kit, x: x + branch(kit, x),
     "scaled": lambda kit, x: x + kit.ls * branch(kit, x),
     "scale of x": lambda kit, x: kit.ls * x + branch(kit, x),
@@ -426,7 +430,19 @@ def positions_written(kit: Kit, x: Tensor) -> Tensor:
     return torch.cat((cls(kit, y), y), 1)
 
 
+def of_turned_table(how: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As many tokens as columns: a table (T, C) that is read as (C, T)."""
+
+    def forward(kit: Kit, x: Tensor) -> Tensor:
+        y = flat(kit.conv(x.repeat(1, 1, 2, 3)[..., :32]))
+        return how(y, kit.q.weight.expand(len(x), -1, -1).mT)
+
+    return forward
+
+
 PATCHES = {
+    "positions of a turned table": of_turned_table(lambda y, table: y + table),
+    "a prefix of a turned table": of_turned_table(lambda y, table: torch.cat((table, y), 1)),
     "not turned": lambda kit, x: kit.conv(x).flatten(2),
     "a grid": lambda kit, x: kit.conv(x),
     "channels last": lambda kit, x: kit.conv(x).permute(0, 2, 3, 1),
@@ -626,8 +642,21 @@ def in_half(kit: Kit, x: Tensor) -> Tensor:
     return rms(x.half()).to(x.dtype) * kit.rms.weight
 
 
+def beyond_half(kit: Kit, x: Tensor) -> Tensor:
+    """Squares that are infinite in float16."""
+    return rms(x.half() * 500).to(x.dtype) * kit.rms.weight
+
+
+def small_rms(kit: Kit, x: Tensor) -> Tensor:
+    """Where eps decides: it is that of float32."""
+    return F.rms_norm(x * 0.02, (C,), kit.rms.weight)
+
+
 def promotions() -> list[Host]:
     found = [Host("norm - rms in half", in_half, precision=torch.float16)]
+    found.append(Host("norm - rms beyond half", beyond_half, precision=torch.float16))
+    for dtype in (torch.bfloat16, torch.float16):
+        found.append(Host(f"norm - default eps in {dtype}", small_rms, dtype=dtype))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         for name, part in DTYPES.items():
             how = dict(dtype=dtype, prepare=in_float32(part))

@@ -75,7 +75,8 @@ def as_vector(g: Graph, n: Node, scale: Node) -> Node:
 
 def divided(g: Graph, n: Node, scale: Node, divisor: float) -> Node:
     """In fp32 at least: one rounded factor would scale all of a sample."""
-    wide = torch.promote_types(val(scale).dtype, torch.float32)
+    own = torch.promote_types(val(scale).dtype, val(n).dtype)
+    wide = torch.promote_types(own, torch.float32)
     if val(scale).dtype != wide:
         scale = g.emit(n, aten.to.dtype, scale, wide)
     return g.emit(n, aten.div.Tensor, scale, divisor)

@@ -42,7 +42,8 @@ def layer_norm(g: Graph, n: Node) -> None:
 def rms_norm(g: Graph, n: Node) -> None:
     b = bound(n)
     x, weight, eps = b["input"], b["weight"], b["eps"]
-    eps = torch.finfo(val(x).dtype).eps if eps is None else eps
+    if eps is None:  # of the dtype of the statistics
+        eps = torch.finfo(torch.promote_types(val(x).dtype, torch.float32)).eps
     check_norm(x, b["normalized_shape"], eps)
     gone = g.absorb([], n)
     g.replace(n, g.emit(n, fk.rms_norm, x, weight, eps, like=n), gone, "rms_norm")
@@ -95,6 +96,7 @@ def mean_square(n: Node, path: list[Node]) -> tuple[Node, Node, float]:
         need(op(squares) == "mul" and squares.args[0] is squares.args[1], "no square")
         wide = squares.args[0]
     need(is_tensor(wide) and val(wide).dtype == val(n).dtype, "a square in another dtype")
+    need(val(wide).dtype != torch.float16, "squares that overflow in float16")
     path += [total, mean, squares]
     x = uncast(wide, path)
     need(filled(x), "a norm of nothing")

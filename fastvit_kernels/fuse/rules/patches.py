@@ -124,9 +124,9 @@ class Rows(NamedTuple):
     seen: View  # its rows, as the model reads them
 
     def emit(self, g: Graph, root: Node) -> Node:
-        if eq(shape(self.base), self.seen.shape):
-            return self.base
-        rows = g.emit(root, aten.reshape.default, self.base, list(self.seen.shape))
+        rows = self.base
+        if not eq(shape(rows), self.seen.shape):
+            rows = g.emit(root, aten.reshape.default, rows, list(self.seen.shape))
         need(same_map(view(rows), self.seen), "a table in another order")
         return rows
 

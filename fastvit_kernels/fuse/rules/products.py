@@ -135,6 +135,7 @@ def as_linear(g: Graph, n: Node, x: Node, columns: Node) -> None:
         try:
             with g.attempt():
                 need(is_tensor(bias) and eq(shape(bias), shape(columns)[1:]), "no bias")
+                need(val(bias).dtype == val(columns).dtype, "a bias of another dtype")  # type: ignore[arg-type]
                 return emit_linear(g, user, [n], x, columns, bias)  # type: ignore[arg-type]
         except Decline:
             pass
