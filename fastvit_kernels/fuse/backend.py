@@ -107,7 +107,7 @@ def rewrite_body(
         if flops := flops_of(n):
             reason = g.reason(n, "no rule for this operation")
             if is_foreign_linear(n):
-                reason = "its weight is a tensor subclass, which is called as it is"
+                reason = "its weight or input is a tensor subclass: it is called as it is"
             report.left.append(Left(path_of(n), product_name(n), flops, reason))
         elif op(n) in ("layer_norm", "rms_norm"):
             report.left.append(Left(path_of(n), op(n), 0, g.reason(n)))

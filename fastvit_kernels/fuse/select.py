@@ -106,9 +106,11 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     repeats. Of a list inside such a list (the blocks of a stage) the inner ones."""
     found: set[str] = set()
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) == 0:
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        children = list(module)
+        children = [child for child in module if child is not None]
+        if not children:
+            continue
         lists = any(isinstance(c, (nn.ModuleList, nn.Sequential)) for c in children)
         linears = min(sum(isinstance(m, nn.Linear) for m in c.modules()) for c in children)
         alike = len({type(c) for c in children}) == 1

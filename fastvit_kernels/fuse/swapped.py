@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -129,6 +130,9 @@ class Swapped:
         self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
         self.looked = False
+        found = getattr_static(type(self.module), self.method)
+        is_unbound = isinstance(found, (staticmethod, classmethod))
+        self.takes_module = not is_unbound and hasattr(type(found), "__get__")
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: vars(self)[k] for k in ("module", "settings", "name", "method", "own")}
@@ -140,7 +144,8 @@ class Swapped:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The host's method; inspect.signature reads it."""
-        return self.own or MethodType(getattr(type(self.module), self.method), self.module)
+        method = getattr(type(self.module), self.method)
+        return self.own or (MethodType(method, self.module) if self.takes_module else method)
 
     @property
     def __code__(self) -> Any:  # torch.export reads it
@@ -150,7 +155,10 @@ class Swapped:
         """The host's method, in a form that Dynamo traces."""
         if self.own is not None:
             return self.own(*args, **kwargs)
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        method = getattr(type(self.module), self.method)
+        return (
+            method(self.module, *args, **kwargs) if self.takes_module else method(*args, **kwargs)
+        )
 
     def __getattr__(self, name: str) -> Any:
         hint = "for what reads its source, as torch.jit.script does, call swap_out first"

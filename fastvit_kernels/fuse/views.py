@@ -73,7 +73,7 @@ def hint(size: Any) -> int:
     if isinstance(size, int):
         return size
     found = size.node.hint
-    return 1 if found is None else int(found)
+    return found if isinstance(found, int) else 1  # a length that differs by sample has none
 
 
 def eq(a: Any, b: Any) -> bool:

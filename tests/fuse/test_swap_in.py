@@ -364,6 +364,33 @@ def test_a_limit_of_recompiles_is_one_warning_and_a_row(make):
     assert "recompile_limit = 3" in str(status(model))
 
 
+class Doubled:
+    def __call__(self, x):
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    "forward", [staticmethod(torch.sin), classmethod(lambda cls, x: torch.sin(x)), Doubled()]
+)
+def test_a_forward_without_self(forward):
+    model, host = swapped_and_host(type("Model", (nn.Linear,), {"forward": forward})(8, 8))
+    assert_same(model(torch.ones(2, 8)), host(torch.ones(2, 8)))
+
+
+def test_a_list_may_hold_none():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([*vit().blocks, None])
+    model.heads = nn.ModuleList([None])
+    assert swap_in(model, regional=True).modules == ["blocks.0", "blocks.1"]
+
+
+def test_samples_of_several_lengths_run_as_they_are():
+    model, host = swapped_and_host(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)))
+    samples = [torch.randn(n, 8) for n in (5, 3)]
+    x = torch.nested.nested_tensor(samples, layout=torch.jagged)
+    assert_same(model(x).values(), host(x).values())
+
+
 @ways
 def test_any_batch_of_two_or_more_is_one_graph(regional):
     model, host = swapped_and_host(regional=regional)
