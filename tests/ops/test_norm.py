@@ -54,6 +54,21 @@ def _inputs(norm, rows, C, dtype, param_dtype=None):
     return {"x": rand(*rows, C, dtype=dtype), **drawn}
 
 
+def test_layer_norm_by_torch_has_fp32_statistics():
+    """Under autocast a norm of 16-bit x is one in fp32; torch's own on a CPU would round rstd."""
+    x, dy, weight = (rand(*size, 2, dtype=bf16, seed=i) for i, size in enumerate([[64], [64], []]))
+    found = {}
+    for name, wide in (("ours", bf16), ("torch", fp32), ("oracle", torch.float64)):
+        given = x.to(wide).requires_grad_()
+        norm = layer_norm if name == "ours" else layer_norm_ref
+        with backend("torch"):
+            y = norm(given, weight.to(torch.promote_types(wide, fp32)), eps=1e-6)
+            (found[name],) = torch.autograd.grad(y, given, dy.to(wide))
+    errors = {n: (found[n].double() - found["oracle"]).abs() for n in ("ours", "torch")}
+    rounded = found["oracle"].to(bf16).double() - found["oracle"]
+    assert errors["ours"].max() <= 2 * errors["torch"].max() + 2 * rounded.abs().max()
+
+
 @pytest.mark.parametrize("first", [fp16, fp32], ids=dtype_id)
 def test_norm_bias_dtype(first):
     """Each has its own dtype's precision and range."""

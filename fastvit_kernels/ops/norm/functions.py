@@ -67,10 +67,15 @@ def layer_norm_ref(
     out_dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification of `layer_norm`: torch's own, in x.dtype, the sum, then one cast."""
-    weight = weight if weight is None else as_dtype(weight, x.dtype)
-    bias = bias if bias is None else as_dtype(bias, x.dtype)
-    y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """The specification of `layer_norm`: torch's own, rounded to x.dtype, the sum, then one cast.
+
+    It runs in weight's dtype where that is the wider, as under autocast: torch's kernel for CPUs
+    would round mean and rstd to x.dtype.
+    """
+    wide = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    weight = weight if weight is None else as_dtype(weight, wide)
+    bias = bias if bias is None else as_dtype(bias, wide)
+    y = F.layer_norm(as_dtype(x, wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
     if residual is None and (out_dtype is None or out_dtype == y.dtype):
         return y
     return _added(y, residual, out_dtype)
