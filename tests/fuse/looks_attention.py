@@ -464,6 +464,13 @@ MASKS = {
             + torch.stack((learnt(kit, s)[0], learnt(kit, s)[1]))[None, :, None]
         ).view(s.shape)
     ),
+    "windows and samples": softmax_of(
+        lambda kit, s, x: (
+            (s.view(-1, 2, *s.shape[1:]) + kit.table[None, :2, None, : s.shape[-1], : s.shape[-1]])
+            .view(s.shape)
+            .add(x.detach()[:, None, :, : s.shape[-1]].sin())
+        )
+    ),
 }
 
 

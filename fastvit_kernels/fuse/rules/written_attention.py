@@ -8,6 +8,7 @@ windows: scores (B W, H, T, S) + mask (W, 1, T, S) by a view  ->  fk.attention's
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -321,6 +322,10 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
         need(is_number_like, "a mask of integers")
     for mask in scores.masks:
         need(val(mask).is_floating_point(), "a boolean mask that is added")
+    every = [shape(mask)[-4:][::-1] for mask in (*scores.masks, *(h for h, _ in scores.hidden))]
+    for sizes in itertools.zip_longest(*every, fillvalue=1):
+        wide = [s for s in sizes if not eq(s, 1)]
+        need(all(eq(s, wide[0]) for s in wide), "masks by window and by sample")
 
 
 def under_head_scales(g: Graph, n: Node, q: Node, scales: list[Node]) -> Node:
