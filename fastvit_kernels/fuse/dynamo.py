@@ -6,6 +6,7 @@ that. Everything is asked while a call is traced or compiled, never at import.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
@@ -19,28 +20,52 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..runtime.compat import num_modes
+from .hooks import EmptyHooks
+
+# What `called` of swapped.py has guarded, as Dynamo's sources spell it.
+_FILLED = "L['swapped'].empty_hooks.filled"
 
 
-def guard_hooks() -> None:
+def guard_hooks(empty: EmptyHooks | None = None) -> None:
     """Let the graph that is compiled now see hooks that come after it.
 
     By default Dynamo guards no empty dict of hooks, so that a hook added after the first call never
     runs. Only the guards of the compile under way change, no setting of torch's. A hook that is in
-    `_forward_hooks_with_kwargs` is in `_forward_hooks`, too, whose guard is enough: each is checked
-    at every call. Called by the backend. Gone: torch's default.
+    `_forward_hooks_with_kwargs` is in `_forward_hooks`, too, whose guard is enough. Called by a
+    backend, the first time decides. Gone: torch's default.
+
+    Args:
+        empty: of a swapped module: what watches the dicts for a graph that is guarded by
+            `empty.filled`, as one behind a graph break is not.
     """
     try:
         from torch._dynamo.guards import GuardBuilder
 
         context = torch._guards.TracingContext.try_get()
-        empty, length = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT, GuardBuilder.SEQUENCE_LENGTH
+        unguarded, length = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT, GuardBuilder.SEQUENCE_LENGTH
         guards = context.guards_context.dynamo_guards if context is not None else ()
     except (ImportError, AttributeError):
         return
+
+    create = length
+    if empty is not None and not empty.filled and any(g.name == _FILLED for g in guards):
+        create = functools.partial(_watch, empty, length)
     for guard in guards:
         dict_name = str(getattr(guard.originating_source, "member", ""))
-        if guard.create_fn is empty and not dict_name.endswith("_with_kwargs"):
-            guard.create_fn = length
+        if guard.create_fn is unguarded and not dict_name.endswith("_with_kwargs"):
+            guard.create_fn = create
+
+
+def _watch(empty: EmptyHooks, otherwise: Callable[..., None], builder: Any, guard: Any) -> None:
+    """Called where Dynamo makes a guard of a dict of hooks: `empty` watches that dict instead."""
+    try:
+        try:
+            hooks = builder.get(guard)
+        except TypeError:  # before torch 2.12: by name
+            hooks = builder.get(guard.name)
+        empty.watch(hooks)
+    except (AttributeError, TypeError):  # a dict that has no weak references
+        otherwise(builder, guard)
 
 
 class Compile(NamedTuple):

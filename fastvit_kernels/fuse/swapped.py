@@ -32,6 +32,7 @@ from ..runtime.compat import (
     is_observed,
 )
 from . import dynamo
+from .hooks import EmptyHooks
 from .report import NO_GRAPH, Calls, collecting
 from .settings import Compiler, DropPath, Memory
 
@@ -72,6 +73,7 @@ def _entry(swapped: Swapped) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         if not is_dynamo_compiling():  # Dynamo made no graph of it: this runs as Python
             swapped.ran_as_python(code)
+        swapped.empty_hooks.guard()
         return swapped.host(*args, **kwargs)
 
     name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
@@ -80,12 +82,17 @@ def _entry(swapped: Swapped) -> Callable[..., Any]:
 
 
 def _compile_graph(
-    settings: Settings, calls: Calls, gm: torch.fx.GraphModule, inputs: list[Any]
+    settings: Settings,
+    calls: Calls,
+    empty_hooks: EmptyHooks,
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
 ) -> Callable[..., Any]:
     """The backend of a swapped method. Dynamo keeps every backend for good, so it must not hold the
     model."""
     from .backend import fastvit_kernels
 
+    dynamo.guard_hooks(empty_hooks)
     with collecting(calls):
         return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
 
@@ -113,6 +120,7 @@ class Swapped:
         module, method: what it stands for, such as a block and "forward".
         own: what the instance had in that place before, or None.
         calls: what became of its calls.
+        empty_hooks: the dicts of hooks that its graphs found empty.
     """
 
     def __init__(
@@ -125,6 +133,7 @@ class Swapped:
     def _start(self) -> None:
         where = self.name if self.method == "forward" else f"{self.name}.{self.method}".strip(".")
         self.calls = Calls(where, self.name)
+        self.empty_hooks = EmptyHooks()
         self.compiled: Callable[..., Any] | None = None
         self.entry = ""
         self.lock = threading.RLock()
@@ -172,6 +181,7 @@ class Swapped:
             return self.host(*args, **kwargs)
         if _others_look_on():
             return self.host(*args, **kwargs)
+        self.empty_hooks.look()
         try:
             out = (self.compiled or self.first_call)(*args, **kwargs)
         except Exception as error:
@@ -205,7 +215,7 @@ class Swapped:
 
             dynamo.watch_limits(_tell_limit)
             self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
-            backend = functools.partial(_compile_graph, self.settings, self.calls)
+            backend = functools.partial(_compile_graph, self.settings, self.calls, self.empty_hooks)
             entry = _entry(self)
             self.entry = entry.__name__
             if self.settings.compiler == "eager":
