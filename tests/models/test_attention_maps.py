@@ -19,7 +19,7 @@ def _vit(**overrides):
 def test_attention_maps_match_notebook():
     reference = NotebookViT(image_size=8, dim=32, mlp_dim=128).to(DEVICE)
     model = create_vit("vit_mnist", img_size=8, embed_dim=32).to(DEVICE)
-    load_weights(model, reference.timm_state_dict())
+    load_weights(model, reference.state_dict())
     images = random_images(3, 1, 8)
     maps = attention_maps(model, images)
     assert [m.shape for m in maps] == 2 * [(3, 2, 17, 17)]

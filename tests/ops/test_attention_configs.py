@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
@@ -34,8 +33,9 @@ from fastvit_kernels.ops.attention.launch import (
     fwd_launch,
 )
 from fastvit_kernels.ops.attention.tiling import query_parts
+from fastvit_kernels.ops.common.gemm_configs import HIDDEN_TABLE, SPECIALIZED, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, gpu
-from fastvit_kernels.runtime.configs import ConfigTable, forced
+from fastvit_kernels.runtime.configs import forced
 from fastvit_kernels.runtime.triton import has_gluon
 from tests.machine.aot import by_field
 
@@ -46,12 +46,6 @@ A100 = Gpu("sm_80", 108, 163 * 1024)
 
 def _problem(B: int, T: int, H: int, D: int, dtype: torch.dtype, on: Gpu | None = None) -> Problem:
     return Problem(on or gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
-
-
-def _forced(stack: ExitStack, table: ConfigTable[Any], config: Any) -> None:
-    stack.enter_context(forced(table.name, config))
-    if table in (ONE_PASS_TABLE, DQ_TABLE, DKDV_TABLE):
-        stack.enter_context(forced(BWD_TABLE.name, BwdForm(one_pass=table is ONE_PASS_TABLE)))
 
 
 @pytest.mark.parametrize("table", [FWD_TABLE, ONE_PASS_TABLE], ids=lambda table: table.name)
@@ -69,8 +63,7 @@ def test_attention_several_heads_a_program(table):
         return out, torch.autograd.grad(out, x, upstream)[0]
 
     one_by_one = run(qkv, upstream)
-    with ExitStack() as stack:
-        _forced(stack, table, config)
+    with forced(table.name, config), forced(BWD_TABLE.name, BwdForm(one_pass=True)):
         together = run(qkv, upstream)
         as_heads = run(apart, upstream.permute(2, 1, 0, 3))
     for a, b, c in zip(one_by_one, together, as_heads, strict=True):
@@ -150,6 +143,8 @@ def test_gluon_can_be_turned_off(gluon):
     key = _problem(256, 197, 12, 64, bf16, H100).key()
     assert not has_turns(H100) and FWD_TABLE.default(H100, *key).route == "triton"
     assert BWD_TABLE.default(H100, *_problem(64, 577, 12, 64, bf16, H100).key()).route == "triton"
+    assert not HIDDEN_TABLE.fits(H100, SPECIALIZED, 65536, 3072, 768, "bf16")
+    assert HIDDEN_TABLE.default(H100, 65536, 3072, 768, "bf16") == TMA_TILE
 
 
 def test_gluon_import_error_warns_once(gluon, recwarn):

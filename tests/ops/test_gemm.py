@@ -17,7 +17,6 @@ from fastvit_kernels.ops.common.gemm_configs import (
     PERSISTENT,
     SPECIALIZED,
     TMA_PAIR,
-    TMA_TILE,
     forced_route,
 )
 from fastvit_kernels.ops.linear import linear
@@ -138,13 +137,3 @@ def test_gluon_has_no_epilogue_but_the_activation(monkeypatch):
     assert gemm.tile_plan(SPECIALIZED, a, b, transposed=True).config == SPECIALIZED
     plain = gemm.tile_plan(SPECIALIZED, a, b, transposed=True, plain=True).config
     assert plain == gemm.triton_tile(HOPPER, 256, 256, 64, "bf16")
-
-
-def test_gluon_can_be_turned_off(monkeypatch):
-    monkeypatch.setenv("FASTVIT_KERNELS_GLUON", "0")
-    has_gluon.cache_clear()
-    try:
-        assert not FWD_TABLE.fits(HOPPER, SPECIALIZED, 16384, 768, 768, "bf16")
-        assert HIDDEN_TABLE.default(HOPPER, 65536, 3072, 768, "bf16") == TMA_TILE
-    finally:
-        has_gluon.cache_clear()

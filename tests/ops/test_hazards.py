@@ -8,10 +8,9 @@ shows is run by `python -m tests.check --all-configs` on a GPU.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+
+from tests.machine.processes import python
 
 # The kernels with transposed operands: attention's, in each form of its backward.
 COMPILE = """
@@ -51,11 +50,8 @@ def transposed_values(ttir: str) -> list[str]:
 def test_no_transpose_of_computed_value():
     """Wrong gradients from tl.dot(tl.trans(x), y), x from an accumulator: fla #640, #826, #983.
     After inlining: what is transposed comes out of a load."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {name: transposed_values(ttir) for name, ttir in json.loads(done.stdout).items()}
+    compiled = json.loads(python("-c", COMPILE))
+    found = {name: transposed_values(ttir) for name, ttir in compiled.items()}
     assert sum(map(len, found.values())) > 10
     wrong = {n: v for n, v in found.items() if not {*v} <= {"tt.load", "tt.descriptor_load"}}
     assert not wrong

@@ -1,73 +1,23 @@
 """recomputed_norm: readers of a LayerNorm keep its input, and every gradient its bits."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from model_parity import Launches
+from calls import Calls
+from model_parity import randomise
 from numerics import DEVICE, rand
 
+from fastvit_kernels.models.norms import LayerNorm, RmsNorm
 from fastvit_kernels.models.vit import Block, VisionTransformer
-from fastvit_kernels.ops.attention.projected import qkv_attention
 from fastvit_kernels.ops.linear import linear
-from fastvit_kernels.ops.mlp import mlp
-from fastvit_kernels.ops.norm.functions import layer_norm_and_input, rms_norm_and_input
+from fastvit_kernels.ops.norm.functions import layer_norm_and_input
 from fastvit_kernels.ops.recomputed_norm import recomputed_norm
 from fastvit_kernels.ops.recomputed_sum import recomputed_sum
 from fastvit_kernels.runtime.backend import backend
 
 B, T, C = 2, 5, 32
 EPS = 0.1  # no default, and large beside the numbers
-SHAPES = {
-    "x": (B, T, C),
-    "norm_weight": (C,),
-    "norm_bias": (C,),
-    "qkv_weight": (3 * C, C),
-    "fc1_weight": (48, C),
-    "fc2_weight": (C, 48),
-}
-
-
-def _inputs():
-    return {
-        name: rand(*shape, seed=i, scale=1.0 if name == "x" else C**-0.5)
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
-
-
-def _gradients(name, inputs, low, norm="layer_norm", samples=None):
-    """The branch's output and the gradient of all that it reads."""
-    weight, bias = inputs["norm_weight"], inputs["norm_bias"] if norm == "layer_norm" else None
-    x = inputs["x"]
-    options: dict[str, Any] = dict(out_dtype=torch.float16, samples=samples)
-    with backend("triton"), torch.autocast(DEVICE.type, torch.float16):
-        if norm == "layer_norm":
-            y, residual = layer_norm_and_input(x, weight, bias, EPS, **options)
-        else:
-            y, residual = rms_norm_and_input(x, weight, EPS, **options)
-        rebuilt = recomputed_norm(y, x, weight, bias, EPS, norm=norm, samples=samples)
-        with rebuilt if low else nullcontext():
-            if name == "mlp":
-                weights = inputs["fc1_weight"], None, inputs["fc2_weight"], None
-                out = mlp(y, *weights, residual=residual, row_scale=samples)
-            else:
-                out = qkv_attention(y, inputs["qkv_weight"], num_heads=2)
-    upstream = rand(*out.shape, dtype=out.dtype, seed=9, grad=False)
-    return out, *torch.autograd.grad(out, list(inputs.values()), upstream, allow_unused=True)
-
-
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("name", ["mlp", "attention"])
-@pytest.mark.parametrize("some", [False, True], ids=["all", "kept samples"])
-def test_recomputed_norm_bits(name, norm, some):
-    inputs = _inputs()
-    options: dict[str, Any] = dict(norm=norm)
-    if some:  # the second of two
-        options["samples"] = torch.tensor([1, 1, 0], device=DEVICE)
-    kept, rebuilt = (_gradients(name, inputs, low, **options) for low in (False, True))
-    for a, b in zip(kept, rebuilt, strict=True):
-        assert (a is b is None) or torch.equal(a, b)
 
 
 def _model_gradients(memory):
@@ -76,11 +26,12 @@ def _model_gradients(memory):
     sizes = dict(img_size=8, patch_size=4, num_classes=5, embed_dim=32, depth=2, num_heads=2)
     model = VisionTransformer(**sizes, init_values=0.5, memory=memory).to(DEVICE)
     images = rand(2, 3, 8, 8, seed=1, grad=False)
-    with backend("triton"), Launches() as launches:
+    with backend("triton"), Calls() as calls:
         with torch.autocast(DEVICE.type, torch.float16):
             logits = model(images)
         logits.backward(rand(2, 5, seed=2, grad=False).to(logits.dtype))
-    counts = launches.count["layer_norm_fwd"], launches.count["linear_fwd"]
+    names = [operator.overloadpacket.__name__ for operator, _, _ in calls.ours]
+    counts = names.count("layer_norm_fwd"), names.count("linear_fwd")
     return [p.grad for p in model.parameters()], counts
 
 
@@ -101,11 +52,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mlp_layer", ["Mlp", "SwiGLU"])
-def test_low_memory_block_gradient_layouts(mlp_layer, layout):
+@pytest.mark.parametrize(("mlp_layer", "norm"), [("Mlp", LayerNorm), ("SwiGLU", RmsNorm)])
+def test_low_memory_block_gradient_layouts(mlp_layer, norm, layout):
     """Equal numbers in other memory, the input's and the gradient's: equal bits."""
     torch.manual_seed(0)
-    block = Block(C, 2, init_values=0.5, mlp_layer=mlp_layer).to(DEVICE)
+    block = Block(C, 2, init_values=0.5, mlp_layer=mlp_layer)
+    block.norm1, block.norm2 = norm(C, eps=EPS), norm(C, eps=EPS)
+    block = randomise(block)
     x, upstream = rand(B, T, C, grad=False), LAYOUTS[layout]()
 
     def gradients(memory, x, upstream):
@@ -188,16 +141,15 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_recomputed_norm_saved_views(view):
     """An op inside may save y turned, in part, or in another shape."""
-    inputs = _inputs()
-    norm = inputs["norm_weight"], inputs["norm_bias"], 1e-6
+    inputs = rand(B, T, C), rand(C, seed=1), rand(C, seed=2)
 
     def gradients(low):
         with backend("triton"):
-            y, _ = layer_norm_and_input(inputs["x"], *norm)
-            with recomputed_norm(y, inputs["x"], *norm) if low else nullcontext():
+            y, _ = layer_norm_and_input(*inputs)
+            with recomputed_norm(y, *inputs) if low else nullcontext():
                 out = VIEWS[view](y).square()
         upstream = rand(*out.shape, seed=9, grad=False)
-        return torch.autograd.grad(out, [inputs["x"], *norm[:2]], upstream)
+        return torch.autograd.grad(out, inputs, upstream)
 
     for a, b in zip(gradients(low=False), gradients(low=True), strict=True):
         assert torch.equal(a, b)

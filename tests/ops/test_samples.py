@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, rms_norm_and_input
-from fastvit_kernels.ops.linear import linear_ref
 
 __all__ = ["route"]  # a fixture
 pytestmark = quiet
@@ -96,34 +95,6 @@ def test_dropped_samples_unchanged(route):
     for b in dropped:
         expected, found = inputs["residual"][b].contiguous(), y[b].contiguous()
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-def test_grad_handoff_of_kept_samples(norm):
-    """Two branches, each with samples of its own: what the first linear reads comes from the second
-    norm's backward."""
-    torch.manual_seed(4)
-    draws = [keep_samples(B, 0.4, DEVICE), keep_samples(B, 0.6, DEVICE)]
-    own = layer_norm_and_input if norm == "layer_norm" else rms_norm_and_input
-    inputs = dict(
-        x=rand(B, T, C),
-        weight=rand(C, C, seed=1),
-        bias=rand(C, seed=2),
-        layer_scale=rand(C, seed=3),
-        norm_weight=rand(C, seed=4),
-    )
-
-    def run(normed, product, x, weight, bias, layer_scale, norm_weight):
-        for samples in draws:
-            y, x = normed(x, norm_weight, samples=samples)
-            x = product(y, weight, bias, residual=x, layer_scale=layer_scale, row_scale=samples)
-        return x
-
-    def norm_ref(x, weight, samples):
-        return _norm_ref(norm, x, samples, weight)
-
-    with fk.backend("triton"):
-        assert_accurate(partial(run, own, linear), partial(run, norm_ref, linear_ref), inputs)
 
 
 @pytest.mark.parametrize(

@@ -5,44 +5,29 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 
 import pytest
 import torch
-from model_parity import randomise
-from numerics import rand
-from tiny_calls import assert_same_bits
+from calls import Calls
+from model_parity import random_images, randomise
+from tiny_calls import assert_same_bits, train_step
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
-from fastvit_kernels.runtime.compat import TorchDispatchMode
 
 DEPTH = 2
 ATTENTION = {"host": "_scaled_dot_product", "ours": "attention_fwd"}
 
 
-class Ran(TorchDispatchMode):
-    """Counts operators; below a checkpoint's own mode, so that what that keeps is not seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func.name()] += 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, part: str) -> int:
-        return sum(n for name, n in self.names.items() if part in name and "backward" not in name)
+def step(model):
+    return train_step(model, random_images(height=48))
 
 
-def train_step(model):
-    """Output and gradients of a training step."""
-    model.zero_grad()
-    y = model(rand(2, 3, 48, 48, grad=False))
-    (y * rand(*y.shape, seed=1, grad=False)).sum().backward()
-    return [y.detach(), *(p.grad for p in model.parameters())]
+def count(calls, part):
+    """Of forwards; below a checkpoint's own mode, so that what that keeps is not seen."""
+    names = [func.name() for func, _, _ in calls.made]
+    return sum(part in name and "backward" not in name for name in names)
 
 
 def built(kind):
@@ -71,23 +56,23 @@ def checkpointed(model, policy=None):
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_runs_once(kind, policy):
     model = built(kind)
-    wanted = train_step(model)
-    with Ran() as plain:
-        train_step(checkpointed(model))
-    with Ran() as kept:
-        got = train_step(checkpointed(model, policy))
+    wanted = step(model)
+    with Calls() as plain:
+        step(checkpointed(model))
+    with Calls() as kept:
+        got = step(checkpointed(model, policy))
     if kind == "ours":  # the same kernels
         assert_same_bits(got, wanted)
-    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=1e-3)
-    assert plain.of(ATTENTION[kind]) == 2 * DEPTH
-    assert kept.of(ATTENTION[kind]) == DEPTH
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=1e-5)
+    assert count(plain, ATTENTION[kind]) == 2 * DEPTH
+    assert count(kept, ATTENTION[kind]) == DEPTH
     if kind == "host":
         products = {"attention": 4 * DEPTH - DEPTH, "matmul": 0}[policy]  # fc2 is not run again
-        assert kept.of("addmm") == 4 * DEPTH + 1 + products
+        assert count(kept, "addmm") == 4 * DEPTH + 1 + products
     else:
         products = {"attention": 2 * DEPTH, "matmul": DEPTH}[policy]  # proj and fc1; fc1
-        assert kept.of("::linear_fwd") == 3 * DEPTH + products
-        assert kept.of("qkv_projection_fwd") == products
+        assert count(kept, "::linear_fwd") == 3 * DEPTH + products
+        assert count(kept, "qkv_projection_fwd") == products
 
 
 def test_checkpoint_policy_errors():
@@ -112,12 +97,12 @@ def test_checkpoint_policy_errors():
 def test_compiled():
     """Attention's forward runs once in a compiled step, too."""
     model = built("ours")
-    wanted = train_step(model)
+    wanted = step(model)
     compiled = torch.compile(
         checkpointed(model, "attention"), fullgraph=True, backend="aot_eager_decomp_partition"
     )
-    train_step(compiled)
+    step(compiled)
     with profile() as profiled:
-        got = train_step(compiled)
-    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=1e-3)
+        got = step(compiled)
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=1e-5)
     assert sum(ATTENTION["ours"] in e.name for e in profiled.events() or ()) == DEPTH

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import Calls
 from numerics import DEVICE, rand
+from private import tree_leaves
 from tiny_calls import (
     DROPOUTS,
     assert_same_bits,
@@ -24,27 +26,11 @@ from tiny_calls import (
     small_vit,
     step,
     train_step,
-    train_step_of,
 )
 from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.runtime import configs
-from fastvit_kernels.runtime.compat import TorchDispatchMode
-
-
-class _Outputs(TorchDispatchMode):
-    """Keeps what our operators return."""
-
-    def __init__(self):
-        super().__init__()
-        self.outputs = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "fastvit_kernels":
-            self.outputs += out if isinstance(out, tuple) else (out,)
-        return out
 
 
 @pytest.mark.parametrize("op", DROPOUTS)
@@ -63,15 +49,18 @@ def test_dropout_seed_from_torch_generator(op):
 def test_no_grad_saves_nothing(op, mode):
     """Nor do inputs that are frozen."""
     function, inputs = op_and_inputs(op)
-    with _Outputs() as with_gradients:
+    with Calls() as with_gradients:
         wanted = function(*inputs)
     if mode is nullcontext:
         inputs = [x.detach() for x in inputs]
-    with mode(), _Outputs() as kept:
+    with mode(), Calls() as kept:
         out = function(*inputs)
     assert torch.equal(out, wanted)
     assert out.grad_fn is None and not out.requires_grad
-    first, second = (sum(x.numel() for x in some.outputs) for some in (kept, with_gradients))
+    first, second = (
+        sum(x.numel() for _, _, out in calls.ours for x in tree_leaves(out))
+        for calls in (kept, with_gradients)
+    )
     # linear's pre-activation and mlp's are not even computed; statistics and lse where they can be
     assert first < second if op in ("linear", "mlp", "layer_norm") else first <= second
 
@@ -107,7 +96,7 @@ def test_checkpoint_redraws_dropout(use_reentrant):
     for call in (model, checkpointed):
         torch.manual_seed(3)
         images.grad = None
-        results.append([*train_step_of(call, model, images), images.grad])
+        results.append([*train_step(model, images, call), images.grad])
     assert_same_bits(results[1], results[0])
 
 

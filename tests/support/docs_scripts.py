@@ -1,4 +1,4 @@
-"""Scripts of docs/ in processes of their own, as a reader runs them: without the interpreter."""
+"""Scripts in processes of their own, as a reader of docs/ runs them: without the interpreter."""
 
 from __future__ import annotations
 

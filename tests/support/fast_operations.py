@@ -306,11 +306,10 @@ def compute_at_once() -> None:
     _operator("__mod__", np.fmod, _INTEGERS)
     _operator("__and__", np.bitwise_and, _INTEGERS | _BOOL)
     _operator("__or__", np.bitwise_or, _INTEGERS | _BOOL)
-    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
-        compute = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
-        _operator(
-            f"__{name}__", compute.get(name, np.equal if name == "eq" else np.not_equal), _NUMBERS
-        )
+    for name, compute in (("lt", np.less), ("gt", np.greater), ("eq", np.equal)):
+        _operator(f"__{name}__", compute, _NUMBERS)
+    for name, compute in (("le", np.less_equal), ("ge", np.greater_equal), ("ne", np.not_equal)):
+        _operator(f"__{name}__", compute, _NUMBERS)
     Handle.__init__ = handle_init
     Tensor.__getitem__ = getitem
     TritonSemantic.to_tensor = to_tensor

@@ -30,22 +30,9 @@ from torch import Tensor, nn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HELD_OUT = 360  # of 1797 images
+BATCH, LR = 64, 2e-3
 WARM = 0.1  # of the steps: the learning rate rises
 PRECISIONS = ("fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class Size:
-    patch: int
-    width: int
-    depth: int
-    heads: int
-    batch: int
-    lr: float
-    drop: float = 0.1  # of projections, attention and paths
-
-
-SIZES = {"digits": Size(patch=2, width=64, depth=4, heads=4, batch=64, lr=2e-3)}
 
 
 @dataclass
@@ -54,25 +41,25 @@ class Outcome:
     accuracy: float  # of the EMA
     graphs_grown: int  # made after an epoch, by the model that began and by the one that went on
     tensors_grown: int  # live tensors at the end less those after an epoch of the new model
-    bytes_grown: int  # the process's resident memory, or the GPU's allocated memory
+    bytes_grown: int  # allocated on the GPU; 0 without one
 
 
-def build(size: Size, seed: int) -> nn.Module:
+def build(seed: int) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(seed)
     model = VisionTransformer(
         img_size=8,
-        patch_size=size.patch,
+        patch_size=2,
         in_chans=1,
         num_classes=10,
-        embed_dim=size.width,
-        depth=size.depth,
-        num_heads=size.heads,
+        embed_dim=64,
+        depth=4,
+        num_heads=4,
         mlp_ratio=2,
-        proj_drop_rate=size.drop,
-        attn_drop_rate=size.drop,
-        drop_path_rate=size.drop,
+        proj_drop_rate=0.1,
+        attn_drop_rate=0.1,
+        drop_path_rate=0.1,
     )
     for module in model.modules():  # timm's 0.02 starves so narrow a model
         if isinstance(module, nn.Linear):
@@ -91,14 +78,14 @@ def images_and_labels() -> tuple[Tensor, Tensor]:
     return images.to(DEVICE), torch.tensor(digits.target)[order].to(DEVICE)
 
 
-def batches(size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled batches without end: a function of the seed alone."""
     images, labels = images_and_labels()
     images, labels = images[HELD_OUT:], labels[HELD_OUT:]
     for epoch in itertools.count():
         generator = torch.Generator().manual_seed(1000 * seed + epoch)
         order = torch.randperm(len(labels), generator=generator).to(DEVICE)
-        for index in order.split(size.batch):
+        for index in order.split(BATCH):
             yield images[index], labels[index]
 
 
@@ -113,7 +100,6 @@ def live_tensors() -> int:
 
 
 def used_bytes() -> int:
-    """Allocated on the GPU; 0 without one."""
     return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
 
 
@@ -128,11 +114,11 @@ def held_out_accuracy(model: nn.Module, precision: str) -> float:
 class Run:
     """A model, its optimizer and its EMA, as a checkpoint holds them."""
 
-    def __init__(self, model: nn.Module, size: Size):
+    def __init__(self, model: nn.Module):
         from timm.utils import ModelEmaV3
 
         self.model = model.train()
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=size.lr, weight_decay=0.05)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.05)
         self.ema = ModelEmaV3(model, decay=0.98)
         self.first_graphs: int | None = None
 
@@ -172,27 +158,25 @@ class Run:
         return 0 if self.first_graphs is None else self.graphs() - self.first_graphs
 
 
-def train(
-    make: Callable[[], nn.Module], size: Size, seed: int, precision: str, steps: int
-) -> Outcome:
+def train(make: Callable[[], nn.Module], seed: int, precision: str, steps: int) -> Outcome:
     """AdamW with a linear warm-up and decay; the same arithmetic whatever the model is.
 
     Args:
         make: builds the model: at the start, and in the middle to go on from a checkpoint.
     """
     torch.manual_seed(seed)
-    run = Run(make(), size)
-    epoch, warm = len(images_and_labels()[1]) // size.batch + 1, max(1, int(WARM * steps))
+    run = Run(make())
+    epoch, warm = len(images_and_labels()[1]) // BATCH + 1, max(1, int(WARM * steps))
     settled = steps // 2 + min(epoch + 1, steps // 4)
     losses: list[Tensor] = []
     memory: list[tuple[int, int]] = []
     graphs = 0
-    for step, (images, labels) in enumerate(itertools.islice(batches(size, seed), steps)):
+    for step, (images, labels) in enumerate(itertools.islice(batches(seed), steps)):
         if step == steps // 2:
             graphs += run.graphs_grown()
-            file, run = run.checkpoint(), Run(make(), size)
+            file, run = run.checkpoint(), Run(make())
             run.load(file)
-        lr = size.lr * min((step + 1) / warm, (steps - step) / (steps - warm))
+        lr = LR * min((step + 1) / warm, (steps - step) / (steps - warm))
         losses.append(run.step(images, labels, lr, precision))
         if step % (steps // 2) == epoch:
             run.first_graphs = run.graphs()
@@ -205,18 +189,17 @@ def train(
     return Outcome(values, accuracy, graphs, last_tensors - tensors, last_used - used)
 
 
-def pair(size: Size, seed: int, precision: str, steps: int, backend: Any) -> tuple[Outcome, ...]:
+def pair(seed: int, precision: str, steps: int) -> tuple[Outcome, ...]:
     """The host's model as it is, and swapped, from the same weights and batches."""
     import fastvit_kernels as fk
 
     def swapped() -> nn.Module:
-        model = build(size, seed)
+        model = build(seed)
         fk.swap_in(model)
         return model
 
-    host = train(functools.partial(build, size, seed), size, seed, precision, steps)
-    with fk.backend(backend):
-        return host, train(swapped, size, seed, precision, steps)
+    host = train(functools.partial(build, seed), seed, precision, steps)
+    return host, train(swapped, seed, precision, steps)
 
 
 def spread(values: list[float]) -> float:
@@ -228,12 +211,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=2)
     words = parser.parse_args()
-    size, failed = SIZES["digits"], False
-    print(f"{words.steps} steps, {size}, on {DEVICE}, torch {torch.__version__}", flush=True)
+    failed = False
+    print(
+        f"{words.steps} steps of {BATCH} images on {DEVICE}, torch {torch.__version__}", flush=True
+    )
     for precision in PRECISIONS:
         hosts, swaps = [], []
         for seed in range(words.seeds):
-            host, swapped = pair(size, seed, precision, words.steps, "auto")
+            host, swapped = pair(seed, precision, words.steps)
             hosts.append(host.accuracy)
             swaps.append(swapped.accuracy)
             failed |= swapped.graphs_grown > 0

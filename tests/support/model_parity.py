@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import torch
+from calls import Calls
 from numerics import DEVICE, rand
 from torch import nn
 
 from fastvit_kernels import backend
 from fastvit_kernels.accuracy.accuracy import measure_all
-from fastvit_kernels.runtime.compat import TorchDispatchMode
 from fastvit_kernels.weights.names import to_timm
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -20,19 +19,6 @@ FAR = 8.0  # times its limit: an error that no luck explains
 
 # What a whole model must launch, a backward of each at least.
 KERNELS = ("patch_embed", "norm", "attention", "linear", "mlp")
-
-
-class Launches(TorchDispatchMode):
-    """Counts the package's operators by name; what takes the PyTorch path is not among them."""
-
-    def __init__(self):
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastvit_kernels":
-            self.count[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def randomise(model: nn.Module) -> Any:
@@ -99,10 +85,10 @@ def assert_parity(
             return _run(host, images, upstream, host_stages, names)
 
         with torch.autocast(DEVICE.type, dtype=autocast or bf16, enabled=autocast is not None):
-            with backend("triton"), Launches() as launches:
+            with backend("triton"), Calls() as calls:
                 actual = _run(model, images, upstream, stages, lambda grads: grads)
             errors = measure_all(actual, yardstick, oracle, autocast or fp32)
-        backwards = [name for name in launches.count if "_bwd" in name]
+        backwards = [name for call in calls.ours if "_bwd" in (name := call[0].name())]
         assert all(any(of in name for name in backwards) for of in KERNELS), backwards
         assert actual.keys() == oracle.keys()
         assert len(errors) > 2 * len(stages) + 2
@@ -116,9 +102,9 @@ def assert_parity(
     assert not wrong, "the 2x rule is broken:\n  " + "\n  ".join(map(str, wrong.values()))
 
 
-def stages_of(depth=2, **last):
+def stages_of(depth=2):
     blocks = {f"block{i}": f"blocks.{i}" for i in range(depth)}
-    return {"tokens": "pos_drop", **blocks, **(last or {"norm": "norm"})}
+    return {"tokens": "pos_drop", **blocks, "norm": "norm"}
 
 
 def timm_names(grads):

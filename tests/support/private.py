@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 NAMES = {
-    # compat's two, where compat is told that there are none
+    # compat's, where compat is told that there is none
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     # the tensors in what an operator takes or gives
     "tree_leaves": "torch.utils._pytree:tree_leaves",
     "tree_map": "torch.utils._pytree:tree_map",
