@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,6 @@ TOLERANCE = {
     torch.bfloat16: 6e-2,
 }
 REFUSED = "autograd refuses"
-fused = functools.partial(backend.fastvit_kernels, options={"compiler": "eager"})
 
 
 def nothing(module: nn.Module) -> None:
@@ -56,6 +55,8 @@ class Host:
     precision: torch.dtype | None = None  # the coarsest dtype in it, where that is not `dtype`
     again: Callable[[], tuple[Any, ...]] | None = None  # inputs of later calls
     module: Callable[[], nn.Module] | None = None  # instead of a Kit and `forward`
+    options: dict[str, Any] = field(default_factory=dict)  # of our backend
+    kernels: bool = False  # run our ops, by the interpreter, instead of PyTorch
 
     def build(self) -> nn.Module:
         torch.default_generator.manual_seed(0)
@@ -65,6 +66,7 @@ class Host:
         return module
 
 
+BY_KERNELS: dict[str, Any] = dict(kernels=True, dtype=torch.float32)
 Facts = dict[str, Any]
 
 
@@ -222,16 +224,6 @@ def difference(a: Any, b: Any, floor: float, precision: torch.dtype) -> str:
     )
 
 
-@contextmanager
-def torch_backend() -> Iterator[None]:
-    former = fk.get_backend()
-    fk.set_backend("torch")
-    try:
-        yield
-    finally:
-        fk.set_backend(former)
-
-
 @dataclass
 class Result:
     """What a host's run through the backend gave."""
@@ -270,9 +262,11 @@ def compiled(host: Host, by: Any) -> tuple[Facts, list[report.GraphReport]]:
 
 
 def run(host: Host) -> Result:
-    with torch_backend():
+    with fk.backend("triton" if host.kernels else "torch"):
         module = host.build()
         truth = observe(host, module, module)
+        options = {"compiler": "eager", **host.options}
+        fused = functools.partial(backend.fastvit_kernels, options=options)
         ours, reports = compiled(host, fused)
         precision = host.precision or host.dtype
         off = differences(truth, ours, precision)

@@ -38,20 +38,18 @@ def assert_same(actual, wanted):
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
 
-def assert_same_step(model, host, x=None, seed=0):
-    """Outputs and gradients of all parameters, with the same draws."""
-    x = images() if x is None else x
+def assert_same_step(model, host, *inputs, **named):
+    """Outputs, the first of several, and gradients of all parameters, with the same draws."""
+    inputs = inputs if inputs or named else (images(),)
     results = []
     for m in (model, host):
         m.zero_grad()
-        torch.default_generator.manual_seed(seed)
-        y = m(x)
+        torch.default_generator.manual_seed(0)
+        y = m(*inputs, **named)
+        y = y if isinstance(y, torch.Tensor) else y[0]
         y.square().mean().backward()
         results.append((y.detach(), [p.grad for p in m.parameters()]))
-    (y, grads), (wanted, wanted_grads) = results
-    assert_same(y, wanted)
-    for grad, other in zip(grads, wanted_grads, strict=True):
-        assert_same(grad, other)
+    assert_same(*results)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from swapped import assert_same
+from swapped import assert_same, assert_same_step
 from torch import nn
 
 from fastvit_kernels import backend, register_attention, status, swap_in
@@ -75,16 +75,9 @@ def qwen():
     return randomize(model)
 
 
-def assert_same_step(model, host, grids):
-    thw, steps = torch.tensor(grids), []
-    x = torch.randn(int(thw.prod(1).sum()), 3 * 2 * 16)
-    for m in (model, host):
-        m.zero_grad()
-        y = m(x, grid_thw=thw)[0]
-        y.square().mean().backward()
-        steps.append([y.detach(), *(p.grad for p in m.parameters())])
-    for a, b in zip(*steps, strict=True):
-        assert_same(a, b)
+def patches_of(grids):
+    thw = torch.tensor(grids)
+    return torch.randn(int(thw.prod(1).sum()), 3 * 2 * 16), thw
 
 
 def test_packed_towers_are_a_graph_a_block_for_all_sizes():
@@ -93,11 +86,11 @@ def test_packed_towers_are_a_graph_a_block_for_all_sizes():
     register_attention(model)
     assert host.config._attn_implementation == "sdpa"
     sizes = [[1, 4, 4], [1, 4, 8]], [[1, 8, 4], [1, 4, 4], [1, 2, 2]], [[2, 4, 4]], [[1, 8, 8]] * 4
-    assert_same_step(model, host, sizes[0])
+    assert_same_step(model, host, *patches_of(sizes[0]))
     swap_in(model, regional=True)
     made = []
     for grids in sizes:
-        assert_same_step(model, host, grids)
+        assert_same_step(model, host, *patches_of(grids))
         made.append(len(status(model).graphs))
     found = status(model)
     assert not found.graph_breaks

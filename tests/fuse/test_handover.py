@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rewritten import fired
 from torch import nn
 
-from fastvit_kernels.runtime.backend import backend
+from tests.fuse.hosts import BY_KERNELS, Host, check
+from tests.fuse.kit import C
+from tests.fuse.looks_effects import AUTOCAST
 
-C, T, BATCH = 16, 5, 3
 NARROW = "norm in autocast's dtype"
 
 
@@ -25,18 +25,20 @@ class Block(nn.Module):
         self.spell = spell
         for p in self.parameters():
             nn.init.normal_(p)
-        self.double()
 
     def forward(self, x):
         return self.spell(self, x)
 
 
-def tokens():
-    return torch.randn(BATCH, T, C, dtype=torch.double)
-
-
 def rms(C):
     return nn.RMSNorm(C, eps=1e-6)
+
+
+def rules(spell, norm=nn.LayerNorm, **how):
+    """Those that fired in a block that is seen to be the host."""
+    result = check(Host("norms", spell, module=lambda: Block(spell, norm), **how))
+    assert len(result.reports) == 1
+    return result.rules
 
 
 NORMS = pytest.mark.parametrize("norm", [nn.LayerNorm, rms])
@@ -63,7 +65,7 @@ HANDED_ON = {
 @pytest.mark.parametrize("case", HANDED_ON)
 def test_a_residual_comes_from_the_norm_that_reads_it(case, norm):
     spell, times = HANDED_ON[case]
-    assert fired(Block(spell, norm), tokens())["norm_and_input"] == times
+    assert rules(spell, norm)["norm_and_input"] == times
 
 
 def detached(m, x):
@@ -75,7 +77,7 @@ def detached(m, x):
 LEFT = {
     "x elsewhere": lambda m, x: x * 2 + m.fc(m.norm(x)),
     "post-norm": lambda m, x: m.norm(x + m.fc(x)),
-    "views": lambda m, x: (x.view(-1, C) + m.fc(m.norm(x)).view(-1, C)).view(BATCH, T, C),
+    "views": lambda m, x: (x.view(-1, C) + m.fc(m.norm(x)).view(-1, C)).view(x.shape),
     "broadcast": lambda m, x: x + m.fc(m.norm(x))[:, None],
     "no gradient of the norm": detached,
     "no gradient of the residual": lambda m, x: x.detach() + m.fc(m.norm(x)),
@@ -84,7 +86,7 @@ LEFT = {
 
 @pytest.mark.parametrize("case", LEFT)
 def test_what_is_no_residual_of_the_norm_stays(case):
-    assert fired(Block(LEFT[case]), tokens())["norm_and_input"] == 0
+    assert rules(LEFT[case])["norm_and_input"] == 0
 
 
 def between(write):
@@ -101,10 +103,10 @@ def between(write):
 
 def test_what_is_written_to_is_not_handed_on():
     spell = between(lambda x: x[:, 0].zero_())
-    assert fired(Block(spell), tokens(), grad=False)["norm_and_input"] == 0
+    assert rules(spell, context=torch.no_grad)["norm_and_input"] == 0
     spell = between(lambda x: x.add_(1))  # nobody else sees it: a new tensor
-    rules = fired(Block(spell), tokens(), grad=False)
-    assert (rules["in place"], rules["norm_and_input"]) == (1, 1)
+    found = rules(spell, context=torch.no_grad)
+    assert (found["in place"], found["norm_and_input"]) == (1, 1)
 
 
 def branch_detached(m, x):
@@ -117,23 +119,16 @@ def twice_of_frozen(m, x):
 
 @pytest.mark.parametrize(("spell", "times"), [(branch_detached, 0), (twice_of_frozen, 2)])
 def test_kernels_take_no_gradient_where_the_host_takes_none(spell, times):
-    with backend("triton"):  # theirs need a gradient wherever one of their inputs does
-        rules = fired(Block(spell).float(), tokens().float(), rtol=1e-3, atol=1e-3)
-    assert rules["norm_and_input"] == times
+    """Theirs need a gradient wherever one of their inputs does."""
+    assert rules(spell, **BY_KERNELS)["norm_and_input"] == times
 
 
 def test_frozen_norms():
-    block = Block(twice)
-    block.norm.requires_grad_(False)
-    assert fired(block, tokens())["norm_and_input"] == 2
+    found = rules(twice, prepare=lambda block: block.norm.requires_grad_(False))
+    assert found["norm_and_input"] == 2
 
 
 # ------------------------------------------------------------------------------- under autocast
-
-
-def narrow(spell, norm=nn.LayerNorm, autocast=True):
-    block = Block(spell, norm).float()
-    return fired(block, tokens().float(), rtol=5e-2, atol=1e-1, autocast=autocast)[NARROW]
 
 
 def read_by(*readers):
@@ -158,8 +153,8 @@ def in_fp32(m, x, y):
 @NORMS
 @pytest.mark.parametrize(("spell", "times"), [(twice, 2), (read_by(fc, fc), 1)])
 def test_a_norm_that_products_read_writes_their_dtype(spell, times, norm):
-    assert narrow(spell, norm) == times
-    assert narrow(spell, norm, autocast=False) == 0
+    assert rules(spell, norm, **AUTOCAST)[NARROW] == times
+    assert rules(spell, norm, dtype=torch.float32)[NARROW] == 0
 
 
 KEEPS_FP32 = {
@@ -174,4 +169,4 @@ KEEPS_FP32 = {
 
 @pytest.mark.parametrize("case", KEEPS_FP32)
 def test_a_norm_that_others_read_keeps_fp32(case):
-    assert narrow(KEEPS_FP32[case]) == 0  # `fired` compares dtypes of results, too
+    assert rules(KEEPS_FP32[case], **AUTOCAST)[NARROW] == 0  # dtypes of results are compared, too

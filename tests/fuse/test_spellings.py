@@ -31,7 +31,7 @@ from tests.fuse.kit import (
     split,
     tokens,
 )
-from tests.fuse.looks_layers import branch, cls, flat, keep, positions, rms
+from tests.fuse.looks_layers import branch, cls, flat, four, keep, positions, rms
 
 NORM = {
     "module": lambda kit, x: kit.o(kit.n(x)),
@@ -320,10 +320,7 @@ def test_a_whole_vit():
     def vit(kit: Kit, image: Tensor) -> Tensor:
         y = flat(kit.conv(image))
         x = torch.cat((cls(kit, y), y), 1) + positions(kit, 7)
-        for _ in range(4):
-            x = x + kit.ls * kit.o(join(sdpa(*packed(kit, kit.n(x)))))
-            x = x + kit.ls * branch(kit, kit.n(x))
-        return kit.q(kit.n(x)[:, 0])
+        return kit.q(kit.n(four(kit, four(kit, x)))[:, 0])
 
     result = check(Host("vit", vit, images, calls=2, again=lambda: (seeded(3, 3, 8, 12),)))
     assert result.share == 1.0, result.left
