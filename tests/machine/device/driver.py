@@ -49,34 +49,12 @@ PADDED = ("lse_ptr", "delta_ptr")
 
 
 @dataclass
-class Recorded:
-    """A launch that can be run again, from the same memory."""
-
-    program: Program
-    grid: tuple[int, int, int]
-    arguments: list[Any]
-    shared: int
-    tensors: list[Tensor]
-
-    def __post_init__(self):
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self.tensors}
-        self._memory = [(storage, storage.clone()) for storage in storages.values()]
-
-    def run(self, order: int = 0) -> None:
-        for storage, before in self._memory:
-            storage.copy_(before)
-        memory = GlobalMemory(self.tensors)
-        Launch(self.program, self.grid, self.arguments, memory, self.shared, order).run()
-
-
-@dataclass
 class Machine:
-    """What ran, and how: options that tests set."""
+    """What ran, and how."""
 
     order: int = 0
     launches: Counter[str] = field(default_factory=Counter)  # of each kernel
     seconds: float = 0.0  # of execution
-    recorded: list[Recorded] | None = None  # each launch, with its memory; None: none is kept
 
     def launch(
         self,
@@ -95,8 +73,6 @@ class Machine:
             argument(parameter.type, x.data_ptr() if isinstance(x, Tensor) else x)
             for parameter, x in zip(program.parameters, values, strict=True)
         ]
-        if self.recorded is not None:
-            self.recorded.append(Recorded(program, grid, arguments, metadata.shared, tensors))
         memory = GlobalMemory(tensors)
         began = time.perf_counter()
         with np.errstate(all="ignore"):
@@ -170,14 +146,14 @@ def _driver(target: str) -> Any:
 
 
 @contextmanager
-def ptx_machine(target: str, **options: Any) -> Iterator[Machine]:
+def ptx_machine(target: str, order: int = 0) -> Iterator[Machine]:
     """Inside, the package's kernels are compiled for `target` and run on CPU tensors."""
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so there is nothing to compile")
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
 
-    machine, gpu = Machine(**options), TARGETS[target]
+    machine, gpu = Machine(order), TARGETS[target]
     former, assemble = active_driver(driver), CUDABackend.make_cubin
     CUDABackend.make_cubin = lambda self, src, *_: src.encode()
     driver.set_active(_driver(target))

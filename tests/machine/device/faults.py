@@ -12,7 +12,6 @@ class MachineError(RuntimeError):
     """A program that the machine cannot run: an unknown instruction, or a limit of its own."""
 
     def __init__(self, what: str, op: Op | None = None):
-        self.op = op
         super().__init__(f"{op.where}: {what}" if op is not None else what)
 
 

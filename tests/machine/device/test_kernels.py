@@ -1,4 +1,4 @@
-"""The compiled kernels, run: by the 2x rule, and what is noticed when instructions are left out.
+"""The compiled kernels, run, by the 2x rule.
 
 Processes of their own, since the tests' own process interprets.
 """
@@ -209,31 +209,6 @@ def test_every_config_runs():
         "mlp_bwd_hidden": 1,
     }
     assert Counter(json.loads(python("-c", REACHED))) == wanted
-
-
-LEFT_OUT = {  # what leaving them out shows
-    "sm_80": {"bar.sync": "Race", "cp.async.commit_group": "Value", "cp.async.wait_group": "Value"},
-    "sm_90": {
-        "bar.sync": "Race",
-        "cp.async.wait_group": "Race",
-        "fence.proxy.async": "Unfenced",
-        "fence.proxy.tensormap::generic": "Unfenced",
-        "wgmma.commit_group": "Race",
-        "wgmma.wait_group": "Value",
-        "mbarrier.init": "Miscounted",
-        "mbarrier.arrive": "Deadlock",
-        "mbarrier.try_wait": "Race",
-    },
-}
-
-
-@pytest.mark.minutes
-@pytest.mark.parametrize("arch", LEFT_OUT)
-def test_left_out_instructions_noticed(arch):
-    """Of each kind some; the rest is needless at these sizes."""
-    said = python("-m", "tests.machine.device.left_out", arch, "linear", "attention")
-    rows = {tuple(line.split(",")[1::2]) for line in said.splitlines()}
-    assert rows >= set(LEFT_OUT[arch].items())
 
 
 def test_machine_rejects_interpreter():

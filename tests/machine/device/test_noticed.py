@@ -82,7 +82,7 @@ COPY = "cp.async.cg.shared.global [%r1+{0}], [%rd1+{0}], 16; cp.async.commit_gro
 def _copies(body):
     x = torch.arange(512, dtype=torch.int32)
     given = dict(shared=2048, tensors=[x], arguments=[("u64", x.data_ptr())])
-    return run(PLACES + body, threads=64, **given)
+    return run(PLACES + body, threads=64, blocks=2, **given)
 
 
 def test_copies_are_poison_until_their_wait():
@@ -176,7 +176,8 @@ def _multiply(body, threads=128, shared=65536):
     for name, start in (("%rd1", 32768), ("%rd2", 0)):
         registers[name] = np.uint64((1024 + start) >> 4 | 1024 >> 4 << 32 | 1 << 62)
     registers = {name: registers[name] for name in registers if re.search(rf"{name}\b", body)}
-    return run(body, registers, threads=threads, shared=shared, begins=np.zeros(shared, np.uint8))
+    given = dict(threads=threads, blocks=2, shared=shared, begins=np.zeros(shared, np.uint8))
+    return run(body, registers, **given)
 
 
 def test_product_in_flight():
@@ -264,7 +265,7 @@ def test_mbarriers():
         (wait(-1), init, Miscounted, "already"),
         (init, "", Miscounted, "no mbarrier"),
         (f"{init} bar.sync 0;", init, Race, "no barrier since warp 0's mbarrier.init"),
-        go=partial(run, threads=64, shared=8192),
+        go=partial(run, threads=64, blocks=2, shared=8192),
     )
 
 
@@ -297,6 +298,27 @@ def test_load_of_tma():
     ):
         with pytest.raises(fault):
             wrong(body)
+
+
+PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
+
+
+def test_map_that_a_kernel_made():
+    """In shared memory, by the first warp; the second one loads by it."""
+    acquire = "@%p2 fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;"
+    body = f"""
+        {INIT} setp.lt.u32 %p2, %tid.x, 32; mad.lo.s32 %r5, %tid.x, 4, 6144; mov.b64 %rd2, 6144;
+        mad.wide.u32 %rd3, %tid.x, 4, %rd1;
+        @%p2 ld.global.b32 %r6, [%rd3]; @%p2 st.shared.b32 [%r5], %r6;
+        @%p2 {PUBLISH} [%rd1], [%rd2], 128; {acquire} bar.sync 1; setp.eq.u32 %p1, %tid.x, 32;
+        @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r90], 2048; @%p1 {LOAD} {wait()} {READ}
+    """
+    noticed(
+        body,
+        (acquire, "", Unfenced, "without fence.proxy.tensormap"),
+        ("bar.sync 1;", "", Race, "no barrier since warp 0's fence.proxy.tensormap"),
+        go=_box_of(),
+    )
 
 
 COMMIT = "@%p2 cp.async.bulk.commit_group;"
