@@ -162,18 +162,10 @@ def test_a_line_says_what_a_row_does():
         (replace(row, status=FAILED, note="2x rule"), "0.5 ms as a graph, FAILED 2x rule"),
         (replace(row, graph_ms=None, images_per_s=1234.0), ": 1 ms, 1,234 images/s, 1.50x"),
         (replace(row, status=ERROR, note="why"), "ours: error why"),
+        (Row("roof", "eager", "", "bf16", "matmul", ms=2.0, tflops=600.0), ": 2 ms, 600 TFLOP/s"),
+        (Row("roof", "eager", "", "uint8", "copy", ms=2.0, gbps=3000.0), ": 2 ms, 3000 GB/s"),
     ):
         assert given.describe().endswith(text)
-
-
-def test_resume_measures_only_what_is_missing(tmp_path):
-    calls: list = []
-    results = Results(tmp_path, False)
-    results.append(Row("mlp", "eager", "a", "bf16", "both", ms=5.0))
-    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
-    run_tasks([stub_task("a", calls=calls)], bench(), results, Clock(None))
-    assert calls == [("a", ("ours",))]
-    assert {r.provider: r.ms for r in read_rows(tmp_path)} == {"eager": 5.0, "ours": 1.0}
 
 
 def test_a_killed_process_does_not_try_the_same_again(tmp_path):

@@ -25,33 +25,25 @@ OPTIONAL = {
 EAGER = {"timm_layers.py"}  # classes of timm's, for those who have it
 
 
-def _imported(node):
-    """The top-level packages that an import statement names; none for a relative one."""
-    if isinstance(node, ast.Import):
-        return {alias.name.partition(".")[0] for alias in node.names}
-    if isinstance(node, ast.ImportFrom) and node.level == 0:
-        return {(node.module or "").partition(".")[0]}
-    return set()
-
-
-def _at_import(statements):
-    """Statements that run when their module is imported: no function bodies, no type checking."""
-    for node in statements:
-        yield node
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for field in ("body", "orelse", "finalbody"):
-                yield from _at_import(getattr(node, field, []))
-            for handler in getattr(node, "handlers", []):
-                yield from _at_import(handler.body)
+def _at_import(node):
+    """What runs when a module is imported: no function's body, nothing for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        for_checkers = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        if not for_checkers and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield child
+            yield from _at_import(child)
 
 
 def test_optional_packages_are_imported_when_they_are_needed():
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in _at_import(ast.parse(file.read_text()).body):
-            if str(file.relative_to(PACKAGE)) not in EAGER:
-                assert not _imported(node) & OPTIONAL, f"{file}:{node.lineno}"
+        if str(file.relative_to(PACKAGE)) in EAGER:
+            continue
+        for node in _at_import(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            tops = {name.partition(".")[0] for name in names}
+            assert not tops & OPTIONAL, f"{file}:{node.lineno}"
 
 
 def test_importing_the_package_loads_no_kernel():

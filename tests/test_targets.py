@@ -217,6 +217,12 @@ def test_pages_show_the_goals_once_and_results_if_there_are_some(tmp_path):
     assert beside in page[:goals] and "| 2.00 |  | met |" in page[goals:of_gpu]
     assert "](../bench/results/a-gpu/attention.png)" in page[of_gpu:]
     assert "| 2 sdpa-flash | 1 ours |" in page[of_gpu:]
-    # no figure of what has run on no GPU
-    assert report.readme([], tmp_path) == ""
-    assert report.readme([("cpu", [replace(rows[0], gpu="no GPU, x86")])]) == ""
+
+
+def test_pages_have_no_figure_of_what_ran_on_no_gpu():
+    eager = Row("vit", "eager", plan.VIT_B, "amp", "train", ms=2.0, gpu="H200", peak_mib=2048.0)
+    rows = [eager, replace(eager, provider="swapped", ms=1.0)]
+    assert "### a-gpu" in report.docs([("a-gpu", rows)]) and report.readme([("a-gpu", rows)])
+    rows = [replace(row, gpu="no GPU, x86 CPU") for row in rows]
+    assert report.docs([("a-cpu", rows)]) == report.docs([])
+    assert report.readme([("a-cpu", rows)]) == report.readme([]) == ""
