@@ -33,7 +33,8 @@ class EmptyHooks:
         registered = getattr(RemovableHandle, "next_id", None)
         if registered is None or registered != self.registered or self.filled:
             self.registered = registered
-            self.filled = any(hooks() for hooks in self.dicts.values())
+            dicts = list(self.dicts.values())  # another thread may compile
+            self.filled = any(hooks() for hooks in dicts)
 
     def guard(self) -> None:
         """Dynamo guards what a branch reads while it traces."""
