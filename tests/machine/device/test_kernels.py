@@ -45,10 +45,11 @@ def test_convolution_in_tf32():
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("name", [*CASES, "bfloat16"])
-def test_gluon_kernels(name):
-    """Of gluon.py; by a dtype's name a training step on the default routes."""
-    assert f"right: {name}" in python("-m", "tests.machine.device.gluon", name)
+@pytest.mark.parametrize("names", [*([*CASES][i::6] for i in range(6)), ["bfloat16"]], ids=str)
+def test_gluon_kernels(names):
+    """Of gluon.py, several in a process; a dtype: a training step on the default routes."""
+    said = python("-m", "tests.machine.device.gluon", *names)
+    assert said.splitlines() == [f"right: {name}" for name in names]
 
 
 GATED = """
