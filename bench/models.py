@@ -99,7 +99,7 @@ class Case:
         return float(self.batch * counter.get_total_flops() * (3 if self.trains else 1))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def on_meta(case: Case) -> nn.Module:
     return build(case, torch.device("meta")).eval()
 
