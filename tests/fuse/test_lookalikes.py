@@ -22,7 +22,7 @@ def test_ids_are_unique_and_many():
     assert len(of_the_suite()) >= 600
 
 
-@pytest.mark.parametrize("change", ["clone", "dropout", "noted", "no_grad", "mul_"])
+@pytest.mark.parametrize("change", ["dropout", "noted", "mul_"])
 def test_the_garbage_collector_changes_nothing(change):
     """Cycles of one compile are collected inside of the next."""
     former = gc.get_threshold()
