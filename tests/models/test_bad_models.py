@@ -188,14 +188,6 @@ def test_bad_forward(label):
             assert_refused(partial(module, x), error, message, label)
 
 
-@pytest.mark.parametrize("call", [fk.swap_in, fk.swap_out])
-@pytest.mark.parametrize("x", [None, nn.Linear])
-def test_bad_swap(call, x):
-    message = f"{call.__name__}: model must be an nn.Module, got {type(x).__name__}"
-    with pytest.raises(T, match=message):
-        call(x)
-
-
 IMAGES = torch.ones(1, 3, 16, 16)
 
 

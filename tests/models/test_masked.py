@@ -52,6 +52,7 @@ def test_keep_reads_no_dropped_patch(rope_type):
     assert y.shape == (2, 2 + 5, 32) and y.isfinite().all()
     y.square().sum().backward()
     assert (images.grad[pixels.expand(-1, 3, -1, -1).isnan()] == 0).all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     with backend("torch"):
         wanted = model.forward_features(images.detach().nan_to_num(), keep=keep)
     torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)

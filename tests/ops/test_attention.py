@@ -123,19 +123,6 @@ def test_attention_dropout_seed_bits():
         masks.append(out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
-def test_qkv_attention(dtype, bias):
-    C, H, D = 48, 2, 32
-    inputs = {
-        "x": rand(2, 19, C, dtype=dtype),
-        "weight": rand(3 * H * D, C, dtype=dtype, scale=C**-0.5, seed=1),
-        "bias": rand(3 * H * D, dtype=dtype, seed=2) if bias else None,
-    }
-    pair = (partial(f, num_heads=H) for f in (qkv_attention, qkv_attention_ref))
-    assert_accurate(*pair, inputs)
-
-
 @pytest.mark.parametrize("dtype", [bf16, fp16], ids=dtype_id)
 def test_qkv_attention_autocast(dtype):
     """fp32 parameters under autocast, with torch's own ops under the same autocast beside; their

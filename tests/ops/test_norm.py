@@ -145,15 +145,6 @@ def test_rms_norm_rounds_once(dtype):
     assert (rms_norm(**inputs) != nearest).float().mean() < (0.6 if dtype is fp32 else 0.01)
 
 
-@all_dtypes
-@both_norms
-def test_norm_and_input(norm, dtype):
-    def reference(x, **parameters):
-        return norm.ref(x, **parameters), x
-
-    assert_accurate(norm.and_input, reference, _inputs(norm, (2, 50), 384, dtype))
-
-
 @both_norms
 def test_norm_layouts(norm):
     C = 96

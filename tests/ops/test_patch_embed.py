@@ -179,24 +179,6 @@ def test_keep_rows_bits():
     assert torch.equal(out, torch.cat([whole[:, :1], patches], 1))
 
 
-def test_dropped_patches_are_not_read():
-    """NaN in them reaches nothing, neither the tokens nor a gradient; their own gradient is 0."""
-    inputs = _inputs((2, 3, 8, 12), 20, (4, 4), 1, "all", 2)
-    dropped = torch.ones(2, 6, dtype=torch.bool, device=DEVICE).scatter_(1, inputs["keep"], False)
-    pixels = dropped.view(2, 1, 2, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    images = inputs["images"].detach().masked_fill(pixels, float("nan")).requires_grad_()
-    inputs["images"] = images
-    out = patch_embed(**inputs)
-    grads = torch.autograd.grad(
-        out, [x for n, x in inputs.items() if n != "keep"], torch.randn_like(out)
-    )
-    assert all(x.isfinite().all() for x in (out, *grads))
-    assert grads[0][pixels.expand_as(images)].eq(0).all() and grads[0].ne(0).any()
-    dpos = grads[4][0, 1:]
-    seen = ~dropped.all(0)
-    assert dpos[~seen].eq(0).all() and dpos[seen].ne(0).any(1).all()
-
-
 def test_many_images_and_many_rows():
     """More images than a program sums at once, more patches than a tile of the slots, and row
     ranges for dweight."""

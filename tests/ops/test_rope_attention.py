@@ -8,7 +8,7 @@ from test_rope import NORMS, _norms, _tables
 from fastvit_kernels import backend, rope, rope_attention, scaled_dot_product_attention
 from fastvit_kernels.ops.attention.rotary import rope_attention_ref
 
-bf16, fp32 = torch.bfloat16, torch.float32
+fp32 = torch.float32
 
 
 def _inputs(B, T, H, D, dtype=fp32, R=None, prefix=1, norm=None, C=24):
@@ -34,20 +34,6 @@ def test_rope_attention_backward(norm, dtype):
     for interleaved in (False, True):
         inputs = _inputs(2, 19, 2, 16, dtype, norm=norm)
         _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=interleaved)
-
-
-@pytest.mark.parametrize(("T", "prefix"), [(201, 5), (261, 1)], ids=str)
-def test_rope_attention_tokens(T, prefix):
-    norm = "rms_norm" if T == 201 else None
-    inputs = _inputs(1, T, 1, 64, bf16, prefix=prefix, norm=norm)
-    _check(inputs, num_heads=1, prefix_tokens=prefix, norm=norm)
-
-
-@pytest.mark.parametrize("norm", [None, "layer_norm"], ids=str)
-def test_rope_attention_learnt_tables(norm):
-    inputs = _inputs(2, 19, 2, 16, norm=norm) | _tables(1, 2, 18, 16)
-    inputs |= {name: inputs[name].detach().requires_grad_() for name in ("cos", "sin")}
-    _check(inputs, num_heads=2, prefix_tokens=1, norm=norm, interleaved=True)
 
 
 def test_rope_attention_dropout_and_scale():

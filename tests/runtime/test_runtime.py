@@ -182,14 +182,6 @@ def test_cached_decision_per_scalar_type():
         fk.attention(qkv, scale=True)
 
 
-def test_cached_decision_per_backend():
-    """float64 goes to PyTorch by itself; who asks for kernels is told that there are none."""
-    x = rand(3, 16, dtype=torch.float64, grad=False)
-    fk.layer_norm(x)
-    with fk.backend("triton"), pytest.raises(RuntimeError, match="float64"):
-        fk.layer_norm(x)
-
-
 def test_steps_leave_nothing_in_the_memory_of_python():
     """What the package's own lines hold does not grow with every six steps."""
 

@@ -60,13 +60,3 @@ def test_triton_backend_rejects_transforms():
             pytest.raises(RuntimeError, match="but forward-mode differentiation is active"),
         ):
             function(forward_ad.make_dual(inputs[0], inputs[0]), *inputs[1:])
-
-
-@pytest.mark.gpu
-def test_transform_warns_once_on_gpu():
-    from fastvit_kernels.runtime import backend
-
-    backend._say_once.cache_clear()
-    function, inputs = op_and_inputs("layer_norm", grad=False)
-    with pytest.warns(UserWarning, match=r"layer_norm takes the PyTorch path: a torch\.func"):
-        torch.func.vmap(lambda x: function(x, *inputs[1:]))(inputs[0][None])
