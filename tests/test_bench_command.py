@@ -23,7 +23,7 @@ from bench import host, plan, run
 from bench.__main__ import main
 from bench.ops import OPS
 from bench.plan import Wanted, tasks
-from bench.rows import ERROR, Results, Row, read_rows
+from bench.rows import FAILED, Results, Row, read_rows
 from bench.run import Machine
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.triton import HAS_TRITON
@@ -154,14 +154,14 @@ def test_a_disk_that_fills_in_a_row_loses_that_row_alone(
 def test_targets_end_with_their_table_and_say_what_is_left(
     work, words, monkeypatch, tmp_path, capsys
 ):
-    work.append(stub_task("b", seconds=1e6))
+    work.insert(0, stub_task("b", seconds=1e6))
     monkeypatch.setattr(plan, "targets", lambda shapes: work)
     words = ["targets", *words[1:]]
     assert main(words, MACHINE) == 3
     out = capsys.readouterr().out
-    assert "1 cases were left out" in out and "\ntarget " in out and "mlp" in out
+    assert "1 cases were left out" in out and "\ntarget " in out and "mlp a bf16" in out
     assert not list((tmp_path / "out").glob("*.png"))
-    work.pop()
+    work.pop(0)
     assert main([*words, "--resume"], MACHINE) == 0
 
 
@@ -201,12 +201,12 @@ def test_the_summary_says_what_could_not_be_had(work, words, monkeypatch, tmp_pa
     assert "- flash is absent" in (tmp_path / "out" / "summary.md").read_text().splitlines()
 
 
-def test_an_old_failure_ends_a_resumed_run_badly(work, words):
+def test_an_old_failure_ends_a_resumed_run_badly(work, words, capsys):
     def fails(names, bench):
-        yield Row("mlp", "ours", "a", "bf16", "both", status=ERROR)
+        yield Row("mlp", "ours", "a", "bf16", "both", ms=1.0, status=FAILED, note="2x rule")
 
     work[0] = stub_task("a", providers=("ours",), run=fails)
-    assert main(words, MACHINE) == 1
+    assert main(words, MACHINE) == 1 and "ours: 1 ms, FAILED 2x rule" in capsys.readouterr().out
     assert main([*words, "--resume"], MACHINE) == 1  # the row is there still
 
 

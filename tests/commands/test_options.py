@@ -39,16 +39,6 @@ def _actions():
             yield name, max(action.option_strings, key=len, default=action.dest), action
 
 
-def test_a_flag_takes_the_same_kind_of_value_everywhere():
-    kinds = {}
-    for _, flag, action in _actions():
-        if flag in options.FLAGS:
-            kind = (action.nargs, getattr(action.type, "__name__", None))
-            kinds.setdefault(flag, set()).add(kind)
-    assert {"--model", "--dtype", "--device", "--json", "--out"} <= set(kinds)
-    assert all(len(kind) == 1 for flag, kind in kinds.items() if flag not in ("--train", "--infer"))
-
-
 def test_the_limits_of_every_number():
     for command, flag, action in _actions():
         kind = getattr(action.type, "__name__", "")
