@@ -58,13 +58,10 @@ def guard_hooks(empty: EmptyHooks | None = None) -> None:
 
 def _watch(empty: EmptyHooks, otherwise: Callable[..., None], builder: Any, guard: Any) -> None:
     """Called where Dynamo makes a guard of a dict of hooks: `empty` watches that dict instead."""
+    source = guard.originating_source
     try:
-        try:
-            hooks = builder.get(guard)
-        except TypeError:  # before torch 2.12: by name
-            hooks = builder.get(guard.name)
-        empty.watch(hooks)
-    except (AttributeError, TypeError):  # a dict that has no weak references
+        empty.watch(builder.get(source.base), source.member)
+    except (AttributeError, TypeError):  # no attribute of a module
         otherwise(builder, guard)
 
 

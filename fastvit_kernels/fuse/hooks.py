@@ -8,8 +8,8 @@ registered a hook anywhere. One that is put into a dict by hand is not seen.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -21,20 +21,21 @@ class EmptyHooks:
     """
 
     def __init__(self) -> None:
-        self.dicts: dict[int, weakref.ref[Any]] = {}  # hooks may hold the model
+        # by module and name, for somebody may put a new dict in its place
+        self.dicts: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self.filled = False
         self.registered = -1  # of all hooks anywhere, when it was last looked at
 
-    def watch(self, hooks: Any) -> None:
-        self.dicts[id(hooks)] = weakref.ref(hooks)
+    def watch(self, module: nn.Module, name: str) -> None:
+        self.dicts[id(module), name] = weakref.ref(module)
 
     def look(self) -> None:
         """Before a call of the graphs."""
         registered = getattr(RemovableHandle, "next_id", None)
         if registered is None or registered != self.registered or self.filled:
             self.registered = registered
-            dicts = list(self.dicts.values())  # another thread may compile
-            self.filled = any(hooks() for hooks in dicts)
+            dicts = list(self.dicts.items())  # another thread may compile
+            self.filled = any(getattr(module(), name, None) for (_, name), module in dicts)
 
     def guard(self) -> None:
         """Dynamo guards what a branch reads while it traces."""

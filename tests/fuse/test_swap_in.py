@@ -9,6 +9,7 @@ import io
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -272,6 +273,16 @@ def test_a_hook_beside_another_is_seen_in_a_copy_too():
             m.blocks[block].mlp.register_forward_hook(lambda module, args, out: out * 2)
         assert_same(model(images()), host(images()))
         assert_same(copy.deepcopy(model)(images()), host(images()))
+
+
+def test_a_hook_in_a_new_dict_is_seen():
+    """A common way to remove all hooks puts new dicts into modules."""
+    model, host = swapped_and_host()
+    model(images())
+    for m in (model, host):
+        m.blocks[0].mlp._forward_hooks = OrderedDict()
+        m.blocks[0].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    assert_same(model(images()), host(images()))
 
 
 def test_hooks_elsewhere_cost_no_graph():
