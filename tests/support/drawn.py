@@ -60,21 +60,14 @@ ROOM_TESTS = {  # by the beginning of the file's name: where nothing else is fou
 NOT_RUN = ("__repr__", "__str__")
 # Kernels in Gluon run as PTX alone, in processes that no tracer sees.
 GLUON = "machine/device/test_kernels.py::test_gluon_kernels"
-FORWARD = ("forward, T=100, D=32", "forward, T=150, D=56")
-BACKWARD = ("backward, T=150", "backward of a projection")
-FIVE = ("five products, D=32", "five products of a projection", "five products, separate")
-GEMM = ("GEMM", "GEMM of an MLP, rebuilt")
-IN_GLUON = {  # the cases of that test
-    "ops/attention/forward_pingpong.py": FORWARD,
-    "ops/attention/backward_pingpong.py": BACKWARD,
-    "ops/attention/backward_fused_dq.py": FIVE,
-    "ops/common/gemm_warp_specialized.py": GEMM,
-    "ops/gated_mlp/warp_specialized.py": (
-        "gated MLP, the gate last",
-        "gated MLP of separate weights",
-    ),
-    "ops/common/barriers.py": (*FORWARD, *BACKWARD, *GEMM),
-    "runtime/gluon.py": (FORWARD[0], GEMM[0]),
+IN_GLUON = {  # the kinds of that test
+    "ops/attention/forward_pingpong.py": ("forward",),
+    "ops/attention/backward_pingpong.py": ("backward",),
+    "ops/attention/backward_fused_dq.py": ("five products",),
+    "ops/common/gemm_warp_specialized.py": ("GEMM",),
+    "ops/gated_mlp/warp_specialized.py": ("gated MLP",),
+    "ops/common/barriers.py": ("forward", "backward", "GEMM"),
+    "runtime/gluon.py": ("forward", "GEMM"),
 }
 MOST = 4  # files of tests for a file
 MOST_RAN = 150  # tests of a line
@@ -264,7 +257,7 @@ def draw(count: int, seed: int, patterns: Sequence[str], ran: Ran | None) -> lis
 
 
 def in_gluon(file: str) -> tuple[str, ...]:
-    return tuple(f"{GLUON}[{case}]" for case in IN_GLUON.get(file, ()))
+    return tuple(f"{GLUON}[{kind}]" for kind in IN_GLUON.get(file, ()))
 
 
 def tests_of(file: str) -> tuple[str, ...]:

@@ -143,7 +143,8 @@ def _gated(packed: bool = True, **options: Any) -> Case:
     return case
 
 
-# By name, with dtype and order of the groups: execution.py's Launch.
+KINDS = ("forward", "backward", "five products", "GEMM", "gated MLP")
+# By name, which begins with its kind; with dtype and order of the groups: execution.py's Launch.
 CASES: dict[str, tuple[Case, str, int]] = {
     "forward, T=257, D=64": (_forward(257, 64), "float16", 1),
     "forward, T=150, D=56": (_forward(150, 56), "float16", 0),

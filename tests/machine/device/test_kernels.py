@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from tests.machine.device.driver import ptx_machine
-from tests.machine.device.gluon import CASES
+from tests.machine.device.gluon import CASES, KINDS
 from tests.machine.processes import python
 
 
@@ -45,9 +45,10 @@ def test_convolution_in_tf32():
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("names", [*([*CASES][i::6] for i in range(6)), ["bfloat16"]], ids=str)
-def test_gluon_kernels(names):
-    """Of gluon.py, several in a process; a dtype: a training step on the default routes."""
+@pytest.mark.parametrize("kind", [*KINDS, "bfloat16"])
+def test_gluon_kernels(kind):
+    """Of gluon.py, those of a kind in one process; a dtype: a training step on default routes."""
+    names = [name for name in CASES if name.startswith(kind)] or [kind]
     said = python("-m", "tests.machine.device.gluon", *names)
     assert said.splitlines() == [f"right: {name}" for name in names]
 
