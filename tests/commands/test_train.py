@@ -15,6 +15,7 @@ from fastvit_kernels import create_vit
 from fastvit_kernels.commands import cli, train as command
 from fastvit_kernels.measure.model_errors import model_errors
 from fastvit_kernels.runtime import backend as runtime_backend, files
+from fastvit_kernels.runtime.backend import backend
 from fastvit_kernels.weights.files import read_pickle
 
 datasets = pytest.importorskip("sklearn.datasets")
@@ -267,3 +268,15 @@ def test_a_compiled_model_in_bf16(monkeypatch, capsys):
     assert compiled and any(seen)
     out = capsys.readouterr().out
     assert "The kernels are not checked" in out and "computes bf16 wrongly" in out
+
+
+def test_training_through_the_kernels_follows_pytorch(tmp_path, monkeypatch):
+    """An epoch of each backend from the same weights."""
+    for name, value in dict(embed_dim=16, depth=1, num_heads=2, patch_size=4).items():
+        monkeypatch.setitem(command.DIGITS_VIT, name, value)
+    for name in ("triton", "torch"):
+        with backend(name):
+            words = ["--epochs", 1, "--batch", 100, "--no-check", "--dtype", "fp32"]
+            assert run(*words, "--out", name) == 0
+    losses = [checkpoint(tmp_path / n)["history"][0]["train_loss"] for n in ("triton", "torch")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

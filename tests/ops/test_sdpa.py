@@ -54,6 +54,16 @@ def test_sdpa_causal_in_three_parts():
 
 
 @pytest.mark.parametrize(
+    "shape", [(2, 3, 20, 36), (1, 1, 20, 36), (2, 1, 1, 36), (20, 36)], ids=str
+)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_sdpa_masks(shape, kind):
+    mask = rand(*shape, seed=5, grad=False)
+    mask = mask > -0.5 if kind == "bool" else mask
+    _check(_heads(2, 3, 20, 36, 32), attn_mask=mask)
+
+
+@pytest.mark.parametrize(
     ("T", "D", "one_row"), [(20, 32, True), (140, 16, True), (140, 72, False)], ids=str
 )
 def test_sdpa_masks_of_keys(T, D, one_row):

@@ -5,10 +5,34 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 pytest.importorskip("timm")
 traffic = pytest.importorskip("tests.traffic.blocks")
+
+
+class _OneLinear(nn.Module):
+    """Costs that can be told by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 4, bias=False)
+
+    def forward(self, images):
+        return self.fc(images[:, 0, :1, :8].flatten(1)).relu()
+
+
+def test_operators_and_bytes():
+    with torch.device("meta"):
+        model = _OneLinear()
+    step = traffic.count_step(model, batch=16)
+    # forward: x and weight to bf16, product, relu
+    elements = 16 * 8, 4 * 8, 16 * 4
+    casts = 6 * elements[0] + 6 * elements[1]
+    product, relu = 2 * sum(elements), 2 * 2 * elements[2]
+    assert step.forward == (4, casts + product + relu)
+    assert step.kept == 2 * (elements[0] + elements[2])  # x and relu's result in bf16; no weight
 
 
 # Launches, C bytes a token moved and kept, at most, of a block of these models.
