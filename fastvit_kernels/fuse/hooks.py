@@ -21,7 +21,8 @@ class EmptyHooks:
     """
 
     def __init__(self) -> None:
-        # by module and name, for somebody may put a new dict in its place
+        # By module and name, for somebody may put a new dict in its place; the model's own graphs
+        # hold this, so it must not hold the model.
         self.dicts: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
         self.filled = False
         self.registered = -1  # of all hooks anywhere, when it was last looked at

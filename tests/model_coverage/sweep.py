@@ -151,7 +151,8 @@ def judge(row: Row, model: Any, inputs: Any, ways: Sequence[str] = (EVAL, BLOCKS
 
 def judge_in_turn(row: Row, model: Any, inputs: Any) -> Row:
     """As `judge` in one of the two ways, by the model's name."""
-    return judge(row, model, inputs, (EVAL, BLOCKS)[crc32(row.model.encode()) % 2 :][:1])
+    way = (EVAL, BLOCKS)[crc32(row.model.encode()) % 2]
+    return judge(row, model, inputs, [way])
 
 
 judge_inductor = partial(judge_step, compiler="inductor")
