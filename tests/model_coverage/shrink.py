@@ -18,10 +18,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .model_zoo import on_meta
 
 LARGEST = 40e6  # parameters of a cut model
+DRAWN = 65_537  # numbers of an initial value that are drawn; a prime, so that no rows are alike
 LARGEST_IMAGE = 384  # of a cut model: attention in float64 over all its patches
 DROP_PATH = 0.3
 Built = tuple[nn.Module, dict[str, Tensor]]  # a model and its keyword arguments
@@ -88,6 +90,26 @@ def _small(model: nn.Module) -> nn.Module:
     return model
 
 
+FILLS = {getattr(Tensor, n) for n in "add_ clamp_ div_ erfinv_ fill_ mul_ zero_".split()}
+DRAWS = {Tensor.normal_, Tensor.uniform_}
+
+
+class _QuickFills(TorchFunctionMode):
+    """Initial values cost little, since models are built whole and most of one is cut away: none on
+    meta, where an operation in place is slow; of random ones DRAWN, repeated."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in FILLS | DRAWS and args[0].is_meta:
+            return args[0]
+        if func not in DRAWS or args[0].numel() <= DRAWN or not args[0].is_contiguous():
+            return func(*args, **kwargs)
+        drawn = func(args[0].new_empty(DRAWN), *args[1:], **kwargs)
+        for part in args[0].view(-1).split(DRAWN):
+            part.copy_(drawn[: len(part)])
+        return args[0]
+
+
 @contextmanager
 def _but_for_values() -> Iterator[None]:
     """Stops without an error where `meta` is asked for values: that is for the CPU to try."""
@@ -101,7 +123,7 @@ def _but_for_values() -> Iterator[None]:
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
     """The model without memory; None where its constructor asks for values."""
     model = None
-    with _but_for_values(), on_meta():
+    with _but_for_values(), on_meta(), _QuickFills():
         model = build().train()
     return model
 
@@ -147,7 +169,8 @@ def _built(candidates: Iterator[Candidate]) -> Iterator[Built]:
                 refused = False
             if model is not None:
                 _try(_small(model), inputs)
-            made = _small(build())
+            with _QuickFills():
+                made = _small(build())
         except Exception as error:
             reason = _first_line(error)
             if isinstance(error, TooLarge):
@@ -307,10 +330,6 @@ def _hf_inputs(cls: type, config: Any, size: int) -> Iterator[dict[str, Any]]:
     for given in [n for n in wanted if n in needed[1:] or n in IDS]:
         if given.endswith("_ids"):
             extras[given] = torch.ones(2, 5, dtype=torch.long)
-        elif given == "prompt_pixel_values":
-            extras[given] = images.clone()
-        elif given == "prompt_masks":
-            extras[given] = images.sign()
         elif given == "bool_masked_pos":
             tokens = (size // patch) ** 2
             if isinstance(frames, int):
