@@ -54,6 +54,11 @@ class Restless(nn.Linear):
         return super().forward(x) * Restless.calls
 
 
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)[..., : 4 if x.dtype == torch.float64 else 5]
+
+
 class Peak(nn.Linear):
     def __init__(self):
         super().__init__(16, 16)
@@ -129,6 +134,11 @@ def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
     assert wrong.startswith("2x rule: dlinear2")
 
 
+def test_another_shape_is_told(monkeypatch):
+    spoil = partial(nn.Module.register_forward_hook, hook=lambda module, args, y: y[:1])
+    assert told(monkeypatch, spoil, judge=by_2x_rule) == "tensors of other shapes"
+
+
 def test_infinities_are_compared_and_hide_nothing():
     hidden = torch.tensor([1.0, -torch.inf, torch.nan], dtype=torch.float64)
     other = torch.tensor([1.1, -torch.inf, torch.nan], dtype=torch.float64)
@@ -144,6 +154,8 @@ def test_a_host_that_raises_or_does_not_repeat_itself_is_not_judged():
         in_float64(host, X)
     with pytest.raises(shrink.NotShrunk, match="does not repeat a step"):
         in_float64(nn.Sequential(Restless(16, 16)), X)
+    with pytest.raises(shrink.NotShrunk, match="depend on rounding"):
+        by_2x_rule(Rounded(16, 16), X)
 
 
 def test_small_models_of_other_shapes_are_not_the_same():
