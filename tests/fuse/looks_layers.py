@@ -103,7 +103,6 @@ NORMS = {
     "rms, eps times": lambda kit, x: x * torch.rsqrt(torch.add(x.pow(2).mean(**ROWS), 1, alpha=2)),
     "rms, negative eps written": lambda kit, x: rms(x, -1e-3),
     "rms, rsqrt seen": by_rsqrt(lambda x, r: x * r + r),
-    "rms, rsqrt twice": by_rsqrt(lambda x, r: (x * r) * r),
     "rms, own product": by_rsqrt(lambda x, r: r * r),
     "rms, mean seen": lambda kit, x: (lambda m: (x * torch.rsqrt(m + 1e-6), m))(
         x.pow(2).mean(**ROWS)
@@ -116,9 +115,6 @@ NORMS = {
     "rms, x in place": by_rsqrt(lambda x, r: x.mul_(2) * r),
     "rms, rsqrt in place": lambda kit, x: x * x.pow(2).mean(**ROWS).add_(1e-6).rsqrt_(),
     "rms by heads": lambda kit, x: rms(x.view(*x.shape[:2], H, D)).flatten(2),
-    "rms by heads, weight of all": lambda kit, x: (
-        rms(x.view(*x.shape[:2], H, D)) * kit.rms.weight.view(H, D)
-    ),
 }
 
 
@@ -181,15 +177,8 @@ MLPS = {
     "hidden seen": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(z)) + z.mean()),
     "hidden returned": by_hidden(lambda kit, z, x: (kit.fc2(F.gelu(z)), z)),
     "activated seen": by_hidden(lambda kit, z, x: (lambda a: (kit.fc2(a), a))(F.gelu(z))),
-    "activated twice": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(F.gelu(z)))),
-    "two layers behind": by_hidden(
-        lambda kit, z, x: (lambda a: kit.fc2(a) + F.linear(a, kit.fc2.weight))(F.gelu(z))
-    ),
     "view between": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(z.view(-1, 64)))),
     "turned between": by_hidden(lambda kit, z, x: kit.fc2(F.gelu(z.transpose(0, 1)))),
-    "flattened and back": by_hidden(
-        lambda kit, z, x: kit.fc2(F.gelu(z.flatten(0, 1)).view(z.shape))
-    ),
     "folded": by_hidden(
         lambda kit, z, x: F.linear(F.gelu(z).view(*x.shape[:2], 2, 32), kit.o.weight)
     ),
@@ -248,9 +237,6 @@ MLPS = {
     ),
     "halves of tokens": lambda kit, x: (lambda a, b: F.silu(a) * b)(
         *kit.both(x[:, :4]).chunk(2, 1)
-    ),
-    "halves of the batch": lambda kit, x: (lambda a, b: kit.fc2(F.silu(a) * b))(
-        *kit.fc1(x).chunk(2, 0)
     ),
     "gate of one token": lambda kit, x: kit.fc2(F.silu(kit.gate(x[:, :1])) * kit.fc1(x)),
     "gate is fc1": lambda kit, x: (lambda z: kit.fc2(F.silu(z) * z))(kit.fc1(x)),
