@@ -226,15 +226,20 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     return None
 
 
+OF_TRANSFORMERS = r"LayerNorm|RMSNorm|(?<!No)Attention\b"
+
+
 def hf_names() -> list[str]:
-    """Classes of transformers whose main input is images, base models first."""
+    """Classes of transformers whose main input is images, base models first; but for convnets."""
     import transformers
 
     found = set()
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         if file.name.startswith(("modeling_tf_", "modeling_flax_")):
             continue
-        if "pixel_values" not in file.read_text():
+        text = file.read_text()
+        is_convnet = "WithNoAttention" in text and not re.search(OF_TRANSFORMERS, text)
+        if is_convnet or "pixel_values" not in text:
             continue
         module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
         found |= {
