@@ -28,6 +28,7 @@ naflexvit nest nextvit pit pvt_v2 qwen3_vit sequencer shvit swiftformer swin_tra
 swin_transformer_v2 swin_transformer_v2_cr tiny_vit tnt twins visformer vision_transformer
 vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam vitamin volo xcit
 """.split()
+OF_TRANSFORMERS = r"LayerNorm|RMSNorm|(?<!No)Attention\b"  # in a file of transformers
 
 
 class _RatesOnCpu(TorchFunctionMode):
@@ -224,9 +225,6 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
             rates = {"drop_path_rate": 0.3} if key.startswith(("dinov", "beit", "vjepa2")) else {}
             return hf_small(key, **rates)
     return None
-
-
-OF_TRANSFORMERS = r"LayerNorm|RMSNorm|(?<!No)Attention\b"
 
 
 def hf_names() -> list[str]:

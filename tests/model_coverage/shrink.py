@@ -99,12 +99,11 @@ class _QuickFills(TorchFunctionMode):
     meta, where an operation in place is slow; of random ones DRAWN, repeated."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func in FILLS | DRAWS and args[0].is_meta:
             return args[0]
         if func not in DRAWS or args[0].numel() <= DRAWN or not args[0].is_contiguous():
-            return func(*args, **kwargs)
-        drawn = func(args[0].new_empty(DRAWN), *args[1:], **kwargs)
+            return func(*args, **(kwargs or {}))
+        drawn = func(args[0].new_empty(DRAWN), *args[1:], **(kwargs or {}))
         for part in args[0].view(-1).split(DRAWN):
             part.copy_(drawn[: len(part)])
         return args[0]

@@ -46,6 +46,9 @@ def refuse(x, *args, **kwargs):
     raise ValueError("not this one")
 
 
+refusing = partial(nn.Module.register_forward_pre_hook, hook=refuse)
+
+
 class Restless(nn.Linear):
     calls = 0
 
@@ -78,10 +81,7 @@ class Peak(nn.Linear):
             lambda model: model.register_forward_hook(lambda *_: torch.rand(1) and None),
             "the random generator differs",
         ),
-        (
-            lambda model: model.linear1.register_forward_pre_hook(refuse),
-            "raises ValueError: not this one",
-        ),
+        (refusing, "raises ValueError: not this one"),
         (lambda model: model.half(), "out is torch.float16"),
     ],
 )
@@ -137,6 +137,7 @@ def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
 def test_another_shape_is_told(monkeypatch):
     spoil = partial(nn.Module.register_forward_hook, hook=lambda module, args, y: y[:1])
     assert told(monkeypatch, spoil, judge=by_2x_rule) == "tensors of other shapes"
+    assert told(monkeypatch, refusing, Rounded(16, 16), by_2x_rule).startswith("raises ValueError")
 
 
 def test_infinities_are_compared_and_hide_nothing():
