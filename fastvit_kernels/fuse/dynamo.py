@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from ..runtime.compat import num_modes
 from .hooks import EmptyHooks
 
-# What `called` of swapped.py has guarded, as Dynamo's sources spell it.
+# What `called` of entry.py has guarded, as Dynamo's sources spell it.
 _FILLED = "L['swapped'].empty_hooks.filled"
 
 
@@ -49,19 +49,25 @@ def guard_hooks(empty: EmptyHooks | None = None) -> None:
 
     create = length
     if empty is not None and not empty.filled and any(g.name == _FILLED for g in guards):
-        create = functools.partial(_watch, empty, length)
+        create = functools.partial(_watch, empty, empty.paths(), length)
     for guard in guards:
         dict_name = str(getattr(guard.originating_source, "member", ""))
         if guard.create_fn is unguarded and not dict_name.endswith("_with_kwargs"):
             guard.create_fn = create
 
 
-def _watch(empty: EmptyHooks, otherwise: Callable[..., None], builder: Any, guard: Any) -> None:
+def _watch(
+    empty: EmptyHooks,
+    paths: dict[int, str],
+    otherwise: Callable[..., None],
+    builder: Any,
+    guard: Any,
+) -> None:
     """Called where Dynamo makes a guard of a dict of hooks: `empty` watches that dict instead."""
     source = guard.originating_source
     try:
-        empty.watch(builder.get(source.base), source.member)
-    except (AttributeError, TypeError):  # no attribute of a module
+        empty.names.add((paths[id(builder.get(source.base))], source.member))
+    except (AttributeError, TypeError, KeyError):  # no attribute of a module that is swapped
         otherwise(builder, guard)
 
 

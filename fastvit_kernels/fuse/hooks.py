@@ -14,29 +14,45 @@ from torch.utils.hooks import RemovableHandle
 
 
 class EmptyHooks:
-    """The dicts of hooks that were empty when a swapped module's graphs were made.
+    """The dicts of hooks that were empty when the graphs of swapped modules were made.
 
     Attributes:
+        roots: the modules that run the graphs.
+        names: each dict's module, by its name in a root, and the dict's own.
         filled: whether one of them is empty no more. Each graph is guarded by what it was.
     """
 
     def __init__(self) -> None:
-        # By module and name, for somebody may put a new dict in its place; the model's own graphs
-        # hold this, so it must not hold the model.
-        self.dicts: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
+        # By name, for somebody may put a new module or dict in its place; the graphs hold this, so
+        # it must not hold the modules that run them.
+        self.roots: list[weakref.ref[nn.Module]] = []
+        self.names: set[tuple[str, str]] = set()
         self.filled = False
-        self.registered = -1  # of all hooks anywhere, when it was last looked at
+        self.registered: int | None = None  # of all hooks anywhere, when it was last looked at
 
-    def watch(self, module: nn.Module, name: str) -> None:
-        self.dicts[id(module), name] = weakref.ref(module)
+    def join(self, root: nn.Module) -> None:
+        """Another module that runs these graphs."""
+        self.roots.append(weakref.ref(root))
+        self.registered = None
+        self.look()
+
+    def paths(self) -> dict[int, str]:
+        """Of each of their modules the id, and the name in the module that is swapped."""
+        return {id(m): name for root in self.modules() for name, m in root.named_modules()}
+
+    def modules(self) -> list[nn.Module]:
+        return [root for ref in self.roots if (root := ref()) is not None]
 
     def look(self) -> None:
         """Before a call of the graphs."""
         registered = getattr(RemovableHandle, "next_id", None)
         if registered is None or registered != self.registered or self.filled:
             self.registered = registered
-            dicts = list(self.dicts.items())  # another thread may compile
-            self.filled = any(getattr(module(), name, None) for (_, name), module in dicts)
+            names = list(self.names)  # another thread may compile
+            found = [(dict(root.named_modules()), names) for root in self.modules()]
+            self.filled = any(
+                getattr(of.get(path), name, None) for of, names in found for path, name in names
+            )
 
     def guard(self) -> None:
         """Dynamo guards what a branch reads while it traces."""

@@ -10,7 +10,7 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -104,10 +104,17 @@ class Calls:
         if line not in self.notes:
             self.notes.append(line)
 
-    def counted(self, compiled: Compile) -> Compile:
-        """With the number among this module's: past a graph break Dynamo counts a class's."""
-        frames = [g.compiled.frame for g in self.graphs if g.compiled is not None]
-        return compiled._replace(times=frames.count(compiled.frame))
+    def add(self, report: GraphReport, tensors: Iterable[Tensor]) -> None:
+        """A graph that this module runs: Dynamo knows the module alone, not its place in a model,
+        and past a graph break it counts a class's recompiles."""
+        compiled, frames = report.compiled, [g.compiled.frame for g in self.graphs if g.compiled]
+        if compiled is not None:
+            compiled = compiled._replace(times=frames.count(compiled.frame))
+        names = [".".join(filter(None, (self.inside, row.name))) for row in report.left]
+        left = [replace(row, name=n) for row, n in zip(report.left, names, strict=True)]
+        report = replace(report, left=left, compiled=compiled)
+        self.graphs.append(report)
+        _keep(report, tensors, self)
 
 
 NO_GRAPH = "it was called, but torch.compile captured no graph; the original code runs"
@@ -129,10 +136,11 @@ NOT_A_MODEL = (
 
 # parameter -> the reports of graphs that read it, each with the calls that swap_in made it for
 _graphs_of = WeakIdKeyDictionary()
-_collecting: ContextVar[Calls | None] = ContextVar("fastvit_kernels.collecting", default=None)
+Add = Callable[[GraphReport, list[Tensor]], None]  # the report of a graph, and what it reads
+_add: ContextVar[Add | None] = ContextVar("fastvit_kernels.add", default=None)
 
 
-def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | None = None) -> None:
+def record(report: GraphReport, tensors: list[Tensor], gm: GraphModule | None = None) -> None:
     """Keep the report of a graph that is compiled now.
 
     Args:
@@ -141,27 +149,26 @@ def record(report: GraphReport, tensors: Iterable[Tensor], gm: GraphModule | Non
     """
     report.compiled = compile_under_way()
     report.graph_break = "" if gm is None else break_reason(gm)
-    calls = _collecting.get()
-    if calls is not None and report.compiled is not None:
-        report.compiled = calls.counted(report.compiled)
-    if calls is not None and calls.inside:  # Dynamo knows the module alone
-        names = [".".join(filter(None, (calls.inside, row.name))) for row in report.left]
-        report.left = [replace(x, name=n) for x, n in zip(report.left, names, strict=True)]
+    if (add := _add.get()) is not None:
+        add(report, tensors)
+    else:
+        _keep(report, tensors, None)
+
+
+def _keep(report: GraphReport, tensors: Iterable[Tensor], calls: Calls | None) -> None:
     with _lock:
         for tensor in tensors:
             _graphs_of.setdefault(tensor, []).append((report, calls))
-        if calls is not None:
-            calls.graphs.append(report)
 
 
 @contextmanager
-def collecting(calls: Calls) -> Iterator[None]:
-    """Inside, graphs that are recorded are those of these calls too."""
-    before = _collecting.set(calls)
+def adding(add: Add) -> Iterator[None]:
+    """Inside, graphs that are recorded are a swapped module's."""
+    before = _add.set(add)
     try:
         yield
     finally:
-        _collecting.reset(before)
+        _add.reset(before)
 
 
 def reports_of(model: nn.Module) -> list[GraphReport]:
@@ -215,7 +222,12 @@ class _Summary:
     @property
     def recompiles(self) -> int:
         """How many graphs were made since another kind of call came: sizes, modes, hooks, ..."""
-        return sum(g.compiled is not None and g.compiled.times > 0 for g in self.graphs)
+        return sum(made.times > 0 for g in self.graphs_made if (made := g.compiled) is not None)
+
+    @property
+    def graphs_made(self) -> list[GraphReport]:
+        """Of a graph that modules share one report."""
+        return list({g.compiled or id(g): g for g in self.graphs}.values())
 
     @property
     def limits(self) -> list[str]:
@@ -265,7 +277,8 @@ class _Summary:
             how = f"would be fused by kernels on a GPU; here PyTorch runs them: {self.pytorch}"
         else:
             how = "are fused by kernels"
-        graphs = f"{len(self.graphs)} graph{'s' * (len(self.graphs) != 1)}"
+        made = len(self.graphs_made)
+        graphs = f"{made} graph{'s' * (made != 1)}"
         again = f", {self.recompiles} of them recompiles" if self.recompiles else ""
         return f"{percent} {how} ({graphs}{again})"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
@@ -9,6 +11,37 @@ from typing import Any, Literal, get_args
 Compiler = Literal["inductor", "eager"]
 Memory = Literal["default", "low"]
 DropPath = Literal["mask", "skip"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the graphs of a swapped module are made.
+
+    Attributes:
+        partial: whether modules inside were left out by only= or skip=, so that a graph around them
+            must stay the host's.
+        told: the warnings that were given, as (class, text).
+        entries: what torch.compile was given of blocks, by their forms.
+    """
+
+    compiler: Compiler = "eager"
+    mode: str | None = None
+    memory: Memory = "default"
+    drop_path: DropPath = "mask"
+    partial: bool = False
+    told: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
+    entries: weakref.WeakValueDictionary[Hashable, Any] = field(
+        default_factory=weakref.WeakValueDictionary, compare=False, repr=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "entries"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies make graphs of their own
+        vars(self).update(state, entries=weakref.WeakValueDictionary())
+
+    def options(self) -> dict[str, Any]:
+        return {"compiler": self.compiler, "memory": self.memory, "drop_path": self.drop_path}
 
 
 @dataclass

@@ -13,16 +13,11 @@ from torch import nn
 
 from . import report, select
 from .batch import check_batch, try_example
+from .entry import REPLICATE
 from .measure import measure_step
 from .report import Calls, SwapReport
-from .settings import Compiler, DropPath, Memory, Options
-from .swapped import (
-    REPLICATE,
-    Settings,
-    Swapped,
-    is_swapped,
-    swapped_methods,
-)
+from .settings import Compiler, DropPath, Memory, Options, Settings
+from .swapped import Swapped, is_swapped, swapped_methods
 
 # Entrances of a model besides forward: forward_features, get_intermediate_layers, encode_image, ...
 _ENTRANCES = re.compile(r"forward_\w+|encode_\w+|get_intermediate_layers|get_\w+_features")
@@ -75,7 +70,8 @@ def swap_in(
         only: swap only these: a module name or shell pattern ("blocks.0", "blocks.*.attn"), or
             several. A module includes its submodules.
         skip: do not swap these; as `only`.
-        regional: one graph per repeated block instead of one for the model, as FSDP2 needs.
+        regional: graphs of the repeated blocks instead of one of the model, as FSDP2 needs; blocks
+            that are alike share one.
         compiler: "eager" runs the rewritten graph as it is, "inductor" compiles the rest of it.
         mode: of torch.compile, such as "reduce-overhead"; needs compiler="inductor".
         memory: "low": the backward recomputes the norms' outputs instead of saving them.

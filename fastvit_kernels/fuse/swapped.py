@@ -7,15 +7,12 @@ stay what they are, and hooks of others (FSDP2's, a checkpoint's) run around it 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from inspect import getattr_static
-from types import FrameType, FunctionType, MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -32,69 +29,12 @@ from ..runtime.compat import (
     is_observed,
 )
 from . import dynamo
+from .entry import REPLICATE, Entry, form_of_call
 from .hooks import EmptyHooks
-from .report import NO_GRAPH, Calls, collecting
-from .settings import Compiler, DropPath, Memory
+from .report import NO_GRAPH, Calls, adding
+from .settings import Settings
 
-REPLICATE = "_replicate_for_data_parallel"
-_numbers = itertools.count()
 LITTLE = 0.01  # of the FLOPs: less fused than that is worth a warning
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the graphs of a swapped module are made.
-
-    Attributes:
-        partial: whether modules inside were left out by only= or skip=, so that a graph around them
-            must stay the host's.
-        told: the warnings that were given, as (class, text).
-    """
-
-    compiler: Compiler = "eager"
-    mode: str | None = None
-    memory: Memory = "default"
-    drop_path: DropPath = "mask"
-    partial: bool = False
-    told: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
-
-    def options(self) -> dict[str, Any]:
-        return {"compiler": self.compiler, "memory": self.memory, "drop_path": self.drop_path}
-
-
-def _entry(swapped: Swapped) -> Callable[..., Any]:
-    """A call of the host's method with a code object of its own.
-
-    Dynamo counts recompiles and learns dynamic sizes by code object: blocks with rates or windows
-    of their own would share one limit of eight graphs. This file is none of torch's, whose frames
-    Dynamo skips, so that torch's own containers compile, too.
-    """
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not is_dynamo_compiling():  # Dynamo made no graph of it: this runs as Python
-            swapped.ran_as_python(code)
-        swapped.empty_hooks.guard()
-        return swapped.host(*args, **kwargs)
-
-    name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
-    code = called.__code__.replace(co_name=name)
-    return FunctionType(code, called.__globals__, name, None, called.__closure__)
-
-
-def _compile_graph(
-    settings: Settings,
-    calls: Calls,
-    empty_hooks: EmptyHooks,
-    gm: torch.fx.GraphModule,
-    inputs: list[Any],
-) -> Callable[..., Any]:
-    """The backend of a swapped method. Dynamo keeps every backend for good, so it must not hold the
-    model."""
-    from .backend import fastvit_kernels
-
-    dynamo.guard_hooks(empty_hooks)
-    with collecting(calls):
-        return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
 
 
 def _others_look_on() -> bool:
@@ -105,12 +45,17 @@ def _others_look_on() -> bool:
     return tracing or has_global_hook() or dynamo.in_foreign_mode()
 
 
-def _tell_limit(limit: str, frame: FrameType | None) -> None:
-    """A function inside of a swapped forward met a limit: whose call it is, the stack says."""
+def running(frame: FrameType | None) -> Swapped | None:
+    """Whose call it is: the stack says."""
     while frame is not None and frame.f_code is not Swapped.__call__.__code__:
         frame = frame.f_back
-    if frame is not None:
-        frame.f_locals["self"].met(limit)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _tell_limit(limit: str, frame: FrameType | None) -> None:
+    """A function inside of a swapped forward met a limit."""
+    if (swapped := running(frame)) is not None:
+        swapped.met(limit)
 
 
 class Swapped:
@@ -120,6 +65,10 @@ class Swapped:
         module, method: what it stands for, such as a block and "forward".
         own: what the instance had in that place before, or None.
         calls: what became of its calls.
+        entry: what torch.compile was given of it, before that None.
+        is_alone: whether that is its own: of the model itself, of a block with a forward of its
+            own, of what a CUDA graph runs, which reads the parameters of one block, and of a block
+            that is alike no more.
         empty_hooks: the dicts of hooks that its graphs found empty.
     """
 
@@ -135,7 +84,8 @@ class Swapped:
         self.calls = Calls(where, self.name)
         self.empty_hooks = EmptyHooks()
         self.compiled: Callable[..., Any] | None = None
-        self.entry = ""
+        self.entry: Entry | None = None
+        self.is_alone = not self.name or self.own is not None or self.settings.mode is not None
         self.lock = threading.RLock()
         self.tracing_errors: tuple[type[Exception], ...] = ()
         self.looked = False
@@ -204,8 +154,10 @@ class Swapped:
         """Threads that come at once wait: each would make a graph of its own."""
         with self.lock:
             compiled = self.compiled or self.compile(args, kwargs)
+            entry = self.entry
             out = compiled(*args, **kwargs)
-            self.compiled = compiled
+            if self.entry is entry:  # it has not left that one
+                self.compiled = compiled
         return out
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -215,21 +167,33 @@ class Swapped:
 
             dynamo.watch_limits(_tell_limit)
             self.tracing_errors = (InternalTorchDynamoError, TorchRuntimeError)
-            backend = functools.partial(_compile_graph, self.settings, self.calls, self.empty_hooks)
-            entry = _entry(self)
-            self.entry = entry.__name__
-            if self.settings.compiler == "eager":
-                dynamo.let_batch_vary(entry.__code__, args, kwargs)
-            weakref.finalize(self, dynamo.forget, entry.__code__).atexit = False
-            return torch.compile(entry, backend=backend, **dynamo.isolated())
+            self.entry = self.join(args, kwargs)
+            return functools.partial(self.entry.run, self)
         except (ImportError, AttributeError) as error:
             self.run_host(f"torch {torch.__version__} lacks an interface ({error})")
             return self.host
 
+    def join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+        """The entry of blocks like this one, if its graphs can serve; else one of its own."""
+        form = None if self.is_alone else form_of_call(self, args, kwargs)
+        found = self.settings.entries.get(form) or Entry(self, running, args, kwargs)
+        if form is not None:
+            self.settings.entries[form] = found
+        found.join(self)
+        self.empty_hooks = found.graphs.empty_hooks
+        return found
+
+    def leave(self) -> None:
+        """Past a limit of graphs, which blocks share that are alike no more."""
+        self.is_alone = True
+        self.entry.leave(self)
+        self.compiled = self.entry = None
+
     def has_begun(self, error: Exception) -> bool:
         """Whether parts of the forward, before a graph break, had run when a later one failed."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        return any(frame.f_code.co_name == self.entry for frame in frames)
+        name = self.entry and self.entry.code.co_name  # of the code that Dynamo made of it, too
+        return any(frame.f_code.co_name == name for frame in frames)
 
     def run_host(self, why: str) -> None:
         """From now on, and say so."""
@@ -238,13 +202,15 @@ class Swapped:
         self.calls.note(f"runs its host's forward: {why}")
         self.warn(f"it runs its host's forward: {why}")
 
-    def ran_as_python(self, code: Any) -> None:
+    def ran_as_python(self) -> None:
         self.calls.as_python += 1
-        if limit := dynamo.limit_met(code):
+        if self.entry is not None and (limit := dynamo.limit_met(self.entry.code)):
             self.met(limit)
 
     def met(self, limit: str) -> None:
-        if not self.calls.limit:
+        if self.entry is not None and self.entry.is_shared:
+            self.leave()
+        elif not self.calls.limit:
             self.calls.limit = limit
             self.warn(
                 f"torch._dynamo has made as many graphs of it as it may ({limit}): calls of new "
@@ -302,7 +268,7 @@ class Swapped:
             )
 
         def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            with collecting(self.calls):
+            with adding(self.calls.add):
                 return fastvit_kernels(gm, inputs, options={**outer.inductor.config, **settings})
 
         outer.output.compiler_fn, outer.output.fastvit_kernels = compile_graph, True

@@ -1,0 +1,164 @@
+"""The function that torch.compile is given of a swapped method; blocks that are alike share one.
+
+The first of them has its graphs made, and the others run those, as in torch's regional compilation:
+what differs from block to block is an input of the graph, or guarded by Dynamo.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType, FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..runtime.compat import is_dynamo_compiling
+from . import dynamo
+from .hooks import EmptyHooks
+from .report import Calls, GraphReport, adding
+from .settings import Settings
+
+REPLICATE = "_replicate_for_data_parallel"
+OURS = ("forward", REPLICATE)  # what swap_in puts into a module
+PLAIN = (bool, int, float, str, type(None))
+_numbers = itertools.count()
+
+
+class Block(Protocol):
+    """A swapped method, as what it shares with others sees it."""
+
+    module: nn.Module
+    method: str
+    settings: Settings
+    calls: Calls
+    empty_hooks: EmptyHooks
+    is_alone: bool
+
+    def host(self, *args: Any, **kwargs: Any) -> Any: ...
+    def ran_as_python(self) -> None: ...
+
+
+def called(swapped: Block, *args: Any, **kwargs: Any) -> Any:
+    """This file is none of torch's, whose frames Dynamo skips, so that torch's own containers
+    compile, too."""
+    if not is_dynamo_compiling():  # Dynamo made no graph of it: this runs as Python
+        swapped.ran_as_python()
+    swapped.empty_hooks.guard()
+    return swapped.host(*args, **kwargs)
+
+
+Running = Callable[[FrameType | None], Block | None]  # whose call it is
+
+
+class Graphs:
+    """What the backend of an entry knows. Dynamo keeps every backend for good, so this must hold no
+    module.
+
+    Attributes:
+        users: the swapped methods that run the graphs.
+        reports: of each graph, with the form of the block that it was made of.
+        empty_hooks: the dicts of hooks that were empty when they were made.
+    """
+
+    def __init__(self, settings: Settings, running: Running):
+        self.settings, self.running, self.empty_hooks = settings, running, EmptyHooks()
+        self.users: list[weakref.ref[Block]] = []
+        self.reports: list[tuple[Hashable, GraphReport]] = []
+
+    def compile(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The backend."""
+        from .backend import fastvit_kernels
+
+        dynamo.guard_hooks(self.empty_hooks)
+        settings = self.settings
+        with adding(functools.partial(self.add, self.running(sys._getframe()))):
+            return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
+
+    def add(self, made_of: Block | None, report: GraphReport, tensors: list[Tensor]) -> None:
+        """For those that are as the one it is made of: to another a hook may have come since."""
+        form = None if made_of is None or made_of.is_alone else form_of(made_of.module)
+        self.reports.append((form, report))
+        for swapped in filter(None, (user() for user in self.users)):
+            if made_of in (None, swapped):
+                swapped.calls.add(report, tensors)
+            elif form_of(swapped.module) == form:
+                swapped.calls.add(report, swapped.module.parameters())
+
+
+class Entry:
+    """`called` with a code object of its own, and what is known of its graphs.
+
+    Dynamo counts recompiles and learns dynamic sizes by code object: blocks with rates or windows
+    of their own would share one limit of eight graphs.
+    """
+
+    def __init__(
+        self, swapped: Block, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
+        self.code = called.__code__.replace(co_name=name)
+        self.graphs = Graphs(swapped.settings, running)
+        if swapped.settings.compiler == "eager":
+            dynamo.let_batch_vary(self.code, args, kwargs)
+        function = FunctionType(self.code, called.__globals__, name)
+        self.run = torch.compile(function, backend=self.graphs.compile, **dynamo.isolated())
+        weakref.finalize(self, dynamo.forget, self.code).atexit = False
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.graphs.users) > 1
+
+    def join(self, swapped: Block) -> None:
+        self.graphs.users.append(weakref.ref(swapped))
+        self.graphs.empty_hooks.join(swapped.module)
+        form = form_of(swapped.module)
+        for of, report in self.graphs.reports:
+            if of == form:
+                swapped.calls.add(report, swapped.module.parameters())
+
+    def leave(self, swapped: Block) -> None:
+        self.graphs.users.remove(weakref.ref(swapped))
+
+
+def form_of_call(swapped: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    """Equal for calls that one graph can serve, as far as one sees. Whether it does serve, Dynamo's
+    guards decide."""
+    given = [_form(x) for x in tree_leaves((args, kwargs))]
+    return swapped.method, form_of(swapped.module), repr(given)
+
+
+def form_of(module: nn.Module) -> Hashable:
+    """The modules inside with their settings, the forms of their tensors, how many hooks each has.
+    Other objects are their identity, since torch does not guard all settings under FSDP."""
+    return tuple(
+        (name, type(m), repr([x for x in _settings(m) if m is not module or x[0] not in OURS]))
+        for name, m in module.named_modules()
+    )
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, x in vars(module).items():
+        if name.endswith("_hooks"):
+            yield name, len(x)
+        elif name in ("_parameters", "_buffers"):
+            yield from ((name, _form(tensor)) for name, tensor in x.items())
+        elif name != "_modules":
+            yield name, _form(x)
+
+
+def _form(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device, x.requires_grad
+    if isinstance(x, functools.partial):
+        return "partial", _form([x.func, x.args, x.keywords])
+    if isinstance(x, dict):
+        return [(name, _form(value)) for name, value in x.items()]
+    if isinstance(x, (list, tuple, set)):
+        return type(x), [_form(value) for value in x]
+    return x if isinstance(x, PLAIN) else (type(x), id(x))
