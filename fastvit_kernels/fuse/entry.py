@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ..runtime.compat import is_dynamo_compiling
@@ -152,13 +153,15 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, _form(x)
 
 
-def _form(x: Any) -> Any:
-    if isinstance(x, Tensor):
+def _form(x: Any, depth: int = 3) -> Any:
+    if isinstance(x, Tensor) and not (x.is_nested or is_lazy(x)):
         return x.shape, x.dtype, x.device, x.requires_grad
+    if isinstance(x, PLAIN):
+        return x
     if isinstance(x, functools.partial):
-        return "partial", _form([x.func, x.args, x.keywords])
-    if isinstance(x, dict):
-        return [(name, _form(value)) for name, value in x.items()]
-    if isinstance(x, (list, tuple, set)):
-        return type(x), [_form(value) for value in x]
-    return x if isinstance(x, PLAIN) else (type(x), id(x))
+        x = [x.func, x.args, x.keywords]
+    if depth and isinstance(x, dict):
+        return [(name, _form(value, depth - 1)) for name, value in x.items()]
+    if depth and isinstance(x, (list, tuple, set)):
+        return type(x), [_form(value, depth - 1) for value in x]
+    return type(x), id(x)

@@ -28,6 +28,7 @@ class EmptyHooks:
         self.roots: list[weakref.ref[nn.Module]] = []
         self.names: set[tuple[str, str]] = set()
         self.filled = False
+        self.full: tuple[weakref.ref[nn.Module], str] | None = None  # one that is
         self.registered: int | None = None  # of all hooks anywhere, when it was last looked at
 
     def join(self, root: nn.Module) -> None:
@@ -46,13 +47,24 @@ class EmptyHooks:
     def look(self) -> None:
         """Before a call of the graphs."""
         registered = getattr(RemovableHandle, "next_id", None)
-        if registered is None or registered != self.registered or self.filled:
+        if registered is None or registered != self.registered or self.is_emptied():
             self.registered = registered
-            names = list(self.names)  # another thread may compile
-            found = [(dict(root.named_modules()), names) for root in self.modules()]
-            self.filled = any(
-                getattr(of.get(path), name, None) for of, names in found for path, name in names
-            )
+            self.full = self.find()
+            self.filled = self.full is not None
+
+    def is_emptied(self) -> bool:
+        """Whether the dict that was found with a hook has none any more."""
+        return self.full is not None and not getattr(self.full[0](), self.full[1], None)
+
+    def find(self) -> tuple[weakref.ref[nn.Module], str] | None:
+        """A dict with a hook: its module and its name."""
+        names = list(self.names)  # another thread may compile
+        for root in self.modules():
+            modules = dict(root.named_modules())
+            for path, name in names:
+                if getattr(modules.get(path), name, None):
+                    return weakref.ref(modules[path]), name
+        return None
 
     def guard(self) -> None:
         """Dynamo guards what a branch reads while it traces."""

@@ -176,7 +176,12 @@ class Swapped:
     def join(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """The entry of blocks like this one, if its graphs can serve; else one of its own."""
         form = None if self.is_alone else form_of_call(self, args, kwargs)
-        found = self.settings.entries.get(form) or Entry(self, running, args, kwargs)
+        found = self.settings.entries.get(form)
+        if self.entry is not None and self.entry is found:  # its first call raised
+            return found
+        if self.entry is not None:
+            self.entry.leave(self)
+        found = found or Entry(self, running, args, kwargs)
         if form is not None:
             self.settings.entries[form] = found
         found.join(self)

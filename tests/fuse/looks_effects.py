@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,7 +224,6 @@ def draws_apart(kit: Kit, x: Tensor) -> Tensor:
 
 
 EFFECTS = {
-    "clamp, reached": (clamped, dict(inputs=lambda: (seeded(2, 9, C) * 20,))),
     "clamp, reached later": (clamped, dict(calls=2, again=lambda: (seeded(2, 9, C) * 20,))),
     "overflow": (overflow, dict(dtype=torch.float16)),
     "peak": (peak, dict(calls=3)),
@@ -292,7 +291,6 @@ STATES: dict[str, dict[str, Any]] = {
     "twice": dict(calls=2),
     "saved tensors packed": dict(context=torch.autograd.graph.save_on_cpu),
     "anomaly mode": dict(context=torch.autograd.detect_anomaly),
-    "nothing": dict(context=nullcontext),
 }
 RESIZED = {
     "one image": lambda x: x[:1],
@@ -300,7 +298,6 @@ RESIZED = {
     "three images": lambda x: x.repeat(2, *[1] * (x.ndim - 1))[:3],
     "strided": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "large": lambda x: x * 30,
-    "zeros": lambda x: x * 0,
     "with nan": lambda x: x / (x.flatten(1).cumsum(1).view(x.shape) > -1e9) + x * 0 * math.nan,
     "with inf": lambda x: x / 0,
 }
