@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastvit_kernels.accuracy.accuracy import Error, Tensors
 from fastvit_kernels.fuse.backend import fastvit_kernels
@@ -204,6 +205,7 @@ def difference(wanted: dict[str, Tensor], actual: dict[str, Tensor]) -> str:
     return ""
 
 
+@sdpa_kernel(SDPBackend.MATH)  # on a CPU torch's flash attention rounds more than a host's softmax
 def by_2x_rule(
     model: nn.Module,
     inputs: Any,
@@ -215,7 +217,8 @@ def by_2x_rule(
     """Outputs and gradients in fp32, or under autocast, by the 2x rule against the host in float64;
     the twin has one graph, or one a block.
 
-    Both errors are one draw, so what is beyond the rule must be so for every seed, the same tensor.
+    Both errors are one draw, so what is beyond the rule must be so for every seed, the same tensor;
+    a maximum that rounding takes elsewhere is so with one set of parameters.
 
     Args:
         training: of the model; in eval mode there are gradients, too.
@@ -227,7 +230,7 @@ def by_2x_rule(
     for seed in SEEDS[1:]:
         if not failed:
             return found
-        found, again = _by_2x_rule(seed, model, inputs, swap, autocast)
+        found, again = _by_2x_rule(seed, randomize(model, seed), inputs, swap, autocast)
         failed = {name: error for name, error in again.items() if name in failed}
     worst = max(failed.values(), key=lambda e: e.share, default=None)
     return found._replace(wrong=f"2x rule: {worst}" if worst else found.wrong)
