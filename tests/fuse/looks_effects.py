@@ -288,7 +288,6 @@ STATES: dict[str, dict[str, Any]] = {
     "vectors frozen": dict(
         prepare=lambda kit: [p.requires_grad_(p.ndim > 1) for p in kit.parameters()]
     ),
-    "twice": dict(calls=2),
     "saved tensors packed": dict(context=torch.autograd.graph.save_on_cpu),
     "anomaly mode": dict(context=torch.autograd.detect_anomaly),
 }

@@ -59,7 +59,8 @@ def timm_names() -> list[str]:
 
 def _patch(name: str) -> int:
     found = re.search(r"patch(\d+)|_p(\d+)_", name)
-    return int(found.group(1) or found.group(2)) if found else 16
+    other = 14 if name.startswith("deepseek") else 16
+    return int(found.group(1) or found.group(2)) if found else other
 
 
 def _swin_overrides(name: str) -> dict[str, Any]:
