@@ -118,7 +118,7 @@ class Entry:
     def join(self, swapped: Block) -> None:
         self.graphs.users.append(weakref.ref(swapped))
         self.graphs.empty_hooks.join(swapped.module)
-        form = form_of(swapped.module)
+        form = form_of(swapped.module) if self.graphs.reports else None
         for of, report in self.graphs.reports:
             if of == form:
                 swapped.calls.add(report, swapped.module.parameters())
@@ -145,7 +145,7 @@ def form_of(module: nn.Module) -> Hashable:
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, x in vars(module).items():
-        if name.endswith("_hooks"):
+        if name.endswith("_hooks") and isinstance(x, dict):
             yield name, len(x)
         elif name in ("_parameters", "_buffers"):
             yield from ((name, _form(tensor)) for name, tensor in x.items())
