@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -85,6 +86,27 @@ def compile_under_way() -> Compile | None:
         return None if found is None else Compile(found.frame_id, found.frame_compile_id)
     except AttributeError:
         return None
+
+
+# Whose code asks for settings and shapes, and never which block it is in.
+LIBRARIES = ["torch", "timm", "torchvision", "transformers", __package__.partition(".")[0]]
+
+
+def traces_libraries_alone() -> bool:
+    """Whether all Python in the graph that is made now is of torch or of the libraries of ViTs.
+
+    Another's code, a hook too, may ask `self is last` or `scales[self]`, which Dynamo makes a
+    constant without a guard. Gone: False, and each block has a graph of its own.
+    """
+    try:
+        codes = torch._guards.TracingContext.get_traced_code()
+    except AttributeError:
+        return False
+    folders = (
+        path for name in LIBRARIES if name in sys.modules for path in sys.modules[name].__path__
+    )
+    known = ("<frozen ", *(path + os.sep for path in folders))
+    return bool(codes) and all(code.co_filename.startswith(known) for code in codes)
 
 
 def break_reason(gm: GraphModule) -> str:

@@ -1,7 +1,8 @@
 """The function that torch.compile is given of a swapped method; blocks that are alike share one.
 
 The first of them has its graphs made, and the others run those, as in torch's regional compilation:
-what differs from block to block is an input of the graph, or guarded by Dynamo.
+what differs from block to block is an input of the graph, or guarded by Dynamo. All but which block
+it is: only graphs of the libraries' own code are shared, which never asks for that.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Block(Protocol):
     is_alone: bool
 
     def host(self, *args: Any, **kwargs: Any) -> Any: ...
+    def leave(self) -> None: ...
     def ran_as_python(self) -> None: ...
 
 
@@ -65,10 +67,12 @@ class Graphs:
         users: the swapped methods that run the graphs.
         reports: of each graph, with the form of the block that it was made of.
         empty_hooks: the dicts of hooks that were empty when they were made.
+        is_private: whether one of them has code that may ask which block it is.
     """
 
     def __init__(self, settings: Settings, running: Running):
         self.settings, self.running, self.empty_hooks = settings, running, EmptyHooks()
+        self.is_private = False
         self.users: list[weakref.ref[Block]] = []
         self.reports: list[tuple[Hashable, GraphReport]] = []
 
@@ -77,15 +81,23 @@ class Graphs:
         from .backend import fastvit_kernels
 
         dynamo.guard_hooks(self.empty_hooks)
-        settings = self.settings
-        with adding(functools.partial(self.add, self.running(sys._getframe()))):
+        settings, made_of = self.settings, self.running(sys._getframe())
+        if not dynamo.traces_libraries_alone():
+            self.is_private = True
+            for swapped in self.living():
+                if swapped is not made_of:
+                    swapped.leave()
+        with adding(functools.partial(self.add, made_of)):
             return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
+
+    def living(self) -> list[Block]:
+        return [swapped for user in self.users if (swapped := user()) is not None]
 
     def add(self, made_of: Block | None, report: GraphReport, tensors: list[Tensor]) -> None:
         """For those that are as the one it is made of: to another a hook may have come since."""
         form = None if made_of is None or made_of.is_alone else form_of(made_of.module)
         self.reports.append((form, report))
-        for swapped in filter(None, (user() for user in self.users)):
+        for swapped in self.living():
             if made_of in (None, swapped):
                 swapped.calls.add(report, tensors)
             elif form_of(swapped.module) == form:
@@ -114,6 +126,11 @@ class Entry:
     @property
     def is_shared(self) -> bool:
         return len(self.graphs.users) > 1
+
+    def serves(self, swapped: Block) -> bool:
+        """Its first call may have raised before there was a graph."""
+        is_user = weakref.ref(swapped) in self.graphs.users
+        return is_user or (bool(self.graphs.reports) and not self.graphs.is_private)
 
     def join(self, swapped: Block) -> None:
         self.graphs.users.append(weakref.ref(swapped))

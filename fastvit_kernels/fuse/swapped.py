@@ -177,6 +177,8 @@ class Swapped:
         """The entry of blocks like this one, if its graphs can serve; else one of its own."""
         form = None if self.is_alone else form_of_call(self, args, kwargs)
         found = self.settings.entries.get(form)
+        if found is not None and not found.serves(self):
+            found = None
         if self.entry is not None and self.entry is found:  # its first call raised
             return found
         if self.entry is not None:
@@ -189,8 +191,7 @@ class Swapped:
         return found
 
     def leave(self) -> None:
-        """Past a limit of graphs, which blocks share that are alike no more."""
-        self.is_alone = True
+        """The graphs of blocks like this one serve it no more."""
         self.entry.leave(self)
         self.compiled = self.entry = None
 
@@ -214,6 +215,7 @@ class Swapped:
 
     def met(self, limit: str) -> None:
         if self.entry is not None and self.entry.is_shared:
+            self.is_alone = True
             self.leave()
         elif not self.calls.limit:
             self.calls.limit = limit
