@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -113,7 +114,12 @@ def pytest_collection_modifyitems(config, items):
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     on_the_cpu = pytest.mark.skip(reason="runs on the CPU: CUDA_VISIBLE_DEVICES= pytest ...")
     minutes = pytest.mark.skip(reason="minutes, so CI runs it: pytest --minutes")
+    seen = Counter()
     for item in items:
+        if sampled := item.get_closest_marker("sampled"):
+            if seen[item.function] % sampled.kwargs["every"]:
+                item.add_marker("minutes")
+            seen[item.function] += 1
         if "minutes" in item.keywords and not config.getoption("--minutes"):
             item.add_marker(minutes)
         needs_gpu = "gpu" in item.keywords

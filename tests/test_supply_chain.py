@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import fastvit_kernels as fk
 
@@ -53,18 +49,6 @@ def test_nothing_in_the_package_can_reach_a_network():
                 assert isinstance(node.value, ast.Constant) and not node.value.value, path.name
             for module in modules:
                 assert module.partition(".")[0] not in NETWORK_MODULES, f"{path.name}: {module}"
-
-
-@in_repository
-def test_the_package_works_with_the_network_refused():
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "FASTVIT"))}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-I", str(CI / "smoke.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
-    assert done.returncode == 0, done.stderr
-    assert "smoke test passed" in done.stdout
-    assert re.search(r"\b(\d+) of \1 cases passed", done.stdout)
 
 
 def _pins():

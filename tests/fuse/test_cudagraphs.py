@@ -166,6 +166,7 @@ HOSTS = {
 }
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("host", HOSTS)
 def test_a_training_step_is_captured_forward_and_backward(host, captured):
     model = HOSTS[host]()

@@ -83,6 +83,7 @@ def checkpointed(model, use_reentrant, **options):
             block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("build", [timms, transformers_, torchvisions])

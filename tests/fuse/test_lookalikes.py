@@ -10,6 +10,7 @@ from tests.fuse.hosts import Host, check, run
 from tests.fuse.lookalikes import of_the_suite, products, written_out
 
 
+@pytest.mark.sampled(every=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("host", of_the_suite(), ids=lambda host: host.id)
 def test_a_lookalike_is_the_host(host):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 import torch._dynamo as dynamo
@@ -63,7 +60,7 @@ def grads_of(model):
     return found
 
 
-def work(rank, port, results):
+def work(rank, store, results):
     from fastvit_kernels.runtime.compat import define_torchvision_operators
 
     define_torchvision_operators()
@@ -71,9 +68,8 @@ def work(rank, port, results):
 
     from fastvit_kernels import status, swap_in
 
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     host, batches = vit(DEPTH), [images(seed=0), images(seed=1)]
     sum(host(x).square().sum() / 2 for x in batches).backward()
     wanted = grads_of(host)
@@ -93,12 +89,11 @@ def work(rank, port, results):
     dist.destroy_process_group()
 
 
-def test_ddp_and_fsdp2_give_the_hosts_gradients():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+@pytest.mark.minutes
+def test_ddp_and_fsdp2_give_the_hosts_gradients(tmp_path):
+    """Processes meet at a file: a port that is free now may be another's when they are there."""
     results = multiprocessing.Manager().dict()
-    multiprocessing.spawn(work, (port, results), 2)
+    multiprocessing.spawn(work, (tmp_path / "store", results), 2)
     for way in WAYS:
         error, graphs, breaks = results[way.__name__]
         assert error < 1e-4, way.__name__

@@ -357,6 +357,7 @@ def test_blocks_that_are_alike_share_a_graph_until_they_differ():
     assert made_graphs() == 8 + 2 and not status(model).limits
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 @pytest.mark.parametrize("first", [True, False], ids=["before the first call", "after it"])
 def test_a_block_like_others_is_edited(edit, first, monkeypatch):

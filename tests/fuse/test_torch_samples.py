@@ -88,6 +88,7 @@ def as_host(id: str, dtype: torch.dtype, function: Any, samples: Any) -> Host:
     return Host(id, forward, lambda: tuple(found), dtype=dtype)
 
 
+@pytest.mark.sampled(every=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPS)

@@ -91,6 +91,7 @@ GPUS = [Gpu(name, TARGETS[name].num_sms, TARGETS[name].shared_limit) for name in
 GPUS += [Gpu("cpu", 2, 2**20)]
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.arch)
 def test_every_default_ships_and_fits(gpu):
     """Whatever the op is asked on any target, the default is one of the configs that are tested."""

@@ -31,6 +31,7 @@ def steps():
     return found
 
 
+@pytest.mark.minutes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on a GPU here")
 def test_fast_interpreter_bits(tmp_path):
     script = tmp_path / "steps.py"
