@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ..runtime.compat import num_modes
+from ..runtime.compat import num_function_modes, num_modes
 from .hooks import EmptyHooks
 
 # What `called` of entry.py has guarded, as Dynamo's sources spell it.
@@ -221,13 +221,17 @@ def _read_limit(line: logging.LogRecord) -> bool:
 
 
 def in_foreign_mode() -> bool:
-    """Whether a dispatch mode looks on, other than those of selective checkpoints, which want a
-    compiled forward as it is. Gone: every mode is foreign."""
+    """Whether a mode looks on, other than those of selective checkpoints, which want a compiled
+    forward as it is, and that of a default device. Gone: every mode is foreign."""
     try:
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._device import DeviceContext
         from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
     except ImportError:
-        return num_modes() > 0
-    return is_in_any_mode_without_ignore_compile_internals()
+        return num_modes() > 0 or num_function_modes() > 0
+    # Dynamo traces F.linear through a function mode twice
+    functions = any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
+    return functions or is_in_any_mode_without_ignore_compile_internals()
 
 
 class Outer(NamedTuple):

@@ -76,6 +76,10 @@ def _has(name: str) -> bool:
 # swapped models run their host's forward.
 _NUM_MODES = "torch:_C._len_torch_dispatch_stack"
 num_modes: Callable[[], int] = _find(_NUM_MODES, tried=(), gone=lambda: 1)
+# Function modes at work, that of a default device among them. Gone: none is seen.
+num_function_modes: Callable[[], int] = _find(
+    "torch:_C._len_torch_function_stack", tried=(), gone=lambda: 0
+)
 # torch.func transforms at work. Gone: as if there were one, so the specification runs.
 in_transform: Callable[[], bool] = _find(
     "torch:_C._are_functorch_transforms_active", tried=(), gone=lambda: True
@@ -120,8 +124,8 @@ def needs_dispatcher() -> bool:
 def is_observed() -> bool:
     """Whether anything may watch what modules and operators do: the quick look."""
     # An export to ONNX traces by torch.jit, compiles or has a mode.
-    watched = num_modes() > 0 or in_transform() or forward_level() >= 0
-    return watched or is_jit_tracing() or is_fx_tracing() or has_global_hook()
+    watched = num_modes() > 0 or num_function_modes() > 0 or in_transform()
+    return watched or in_forward_mode() or is_jit_tracing() or is_fx_tracing() or has_global_hook()
 
 
 def _without(name: str) -> Any:

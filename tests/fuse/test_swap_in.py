@@ -672,6 +672,12 @@ def test_onnx_is_the_hosts():
     assert ops[0] == ops[1]
 
 
+class DoubledLinears(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        return y * 2 if function is nn.functional.linear else y
+
+
 def test_counters_and_modes_see_the_host():
     from torch._subclasses import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
@@ -686,6 +692,12 @@ def test_counters_and_modes_see_the_host():
     assert counts[0] == counts[1]
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+    with DoubledLinears():
+        assert_same(model(images()), host(images()))
+    made = made_graphs()
+    with torch.device("cpu"):  # sees nothing
+        model(images(3))
+    assert made_graphs() == made + 1
 
 
 def test_torch_func_is_the_hosts():
