@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .dynamo import guard_hooks
 from .graph import Decline, Graph, is_foreign_linear, path_of
-from .normalise import bodies, forget_fakes, is_checkpoint, keep_sources, normalised
+from .normalise import bodies, forget_fakes, forget_nodes, is_checkpoint, keep_sources, normalised
 from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
@@ -50,6 +50,8 @@ def fastvit_kernels(
     made = rewrite(gm, example_inputs, ours)
     if ours.compiler == "eager":
         run_checkpoints(made)
+        if made is not gm:
+            forget_nodes(made)
         return made.forward
     if made is not gm:
         keep_sources(gm, made)

@@ -11,9 +11,9 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +59,21 @@ def called(swapped: Block, *args: Any, **kwargs: Any) -> Any:
 Running = Callable[[FrameType | None], Block | None]  # whose call it is
 
 
+class Made(NamedTuple):
+    """A graph; the form of the block that it was made of; who knows that it runs it."""
+
+    report: GraphReport
+    form: int | None
+    told: weakref.WeakSet[Block]
+
+
 class Graphs:
     """What the backend of an entry knows. Dynamo keeps every backend for good, so this must hold no
     module.
 
     Attributes:
         users: the swapped methods that run the graphs.
-        reports: of each graph, with the form of the block that it was made of.
+        made: a report of each.
         empty_hooks: the dicts of hooks that were empty when they were made.
         is_private: whether one of them has code that may ask which block it is.
     """
@@ -74,7 +82,7 @@ class Graphs:
         self.settings, self.running, self.empty_hooks = settings, running, EmptyHooks()
         self.is_private = False
         self.users: list[weakref.ref[Block]] = []
-        self.reports: list[tuple[Hashable, GraphReport]] = []
+        self.made: list[Made] = []
 
     def compile(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The backend."""
@@ -94,13 +102,24 @@ class Graphs:
         return [swapped for user in self.users if (swapped := user()) is not None]
 
     def add(self, made_of: Block | None, report: GraphReport, tensors: list[Tensor]) -> None:
-        """For those that are as the one it is made of: to another a hook may have come since."""
         form = None if made_of is None or made_of.is_alone else form_of(made_of.module)
-        self.reports.append((form, report))
+        made = Made(report, form, weakref.WeakSet())
+        self.made.append(made)
         for swapped in self.living():
             if made_of in (None, swapped):
+                made.told.add(swapped)
                 swapped.calls.add(report, tensors)
-            elif form_of(swapped.module) == form:
+            else:
+                self.tell(swapped)
+
+    def tell(self, swapped: Block) -> None:
+        """A block is told of graphs made of one that is as it is now; hooks may have come since."""
+        if not self.made or swapped.is_alone:
+            return
+        form = form_of(swapped.module)
+        for report, made_of, told in self.made:
+            if form == made_of and swapped not in told:
+                told.add(swapped)
                 swapped.calls.add(report, swapped.module.parameters())
 
 
@@ -130,34 +149,33 @@ class Entry:
     def serves(self, swapped: Block) -> bool:
         """Its first call may have raised before there was a graph."""
         is_user = weakref.ref(swapped) in self.graphs.users
-        return is_user or (bool(self.graphs.reports) and not self.graphs.is_private)
+        return is_user or (bool(self.graphs.made) and not self.graphs.is_private)
 
     def join(self, swapped: Block) -> None:
         self.graphs.users.append(weakref.ref(swapped))
         self.graphs.empty_hooks.join(swapped.module)
-        form = form_of(swapped.module) if self.graphs.reports else None
-        for of, report in self.graphs.reports:
-            if of == form:
-                swapped.calls.add(report, swapped.module.parameters())
+        self.graphs.tell(swapped)
 
     def leave(self, swapped: Block) -> None:
         self.graphs.users.remove(weakref.ref(swapped))
 
 
-def form_of_call(swapped: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def form_of_call(swapped: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Equal for calls that one graph can serve, as far as one sees. Whether it does serve, Dynamo's
     guards decide."""
     given = [_form(x) for x in tree_leaves((args, kwargs))]
-    return swapped.method, form_of(swapped.module), repr(given)
+    return hash((swapped.method, form_of(swapped.module), repr(given)))
 
 
-def form_of(module: nn.Module) -> Hashable:
+def form_of(module: nn.Module) -> int:
     """The modules inside with their settings, the forms of their tensors, how many hooks each has.
-    Other objects are their identity, since torch does not guard all settings under FSDP."""
-    return tuple(
+    Other objects are their identity, since torch does not guard all settings under FSDP. Hashed: it
+    must not hold a class, which may close over the model."""
+    found = (
         (name, type(m), repr([x for x in _settings(m) if m is not module or x[0] not in OURS]))
         for name, m in module.named_modules()
     )
+    return hash(tuple(found))
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -171,6 +189,8 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _form(x: Any, depth: int = 3) -> Any:
+    if type(x) in weakref.ProxyTypes:  # whatever else one asks, it passes on
+        return id(x)
     if isinstance(x, Tensor) and not (x.is_nested or is_lazy(x)):
         return x.shape, x.dtype, x.device, x.requires_grad
     if isinstance(x, PLAIN):
@@ -178,7 +198,7 @@ def _form(x: Any, depth: int = 3) -> Any:
     if isinstance(x, functools.partial):
         x = [x.func, x.args, x.keywords]
     if depth and isinstance(x, dict):
-        return [(name, _form(value, depth - 1)) for name, value in x.items()]
+        return [(_form(name, 0), _form(value, depth - 1)) for name, value in x.items()]
     if depth and isinstance(x, (list, tuple, set)):
         return type(x), [_form(value, depth - 1) for value in x]
     return type(x), id(x)

@@ -359,6 +359,17 @@ def keep_sources(gm: GraphModule, made: GraphModule) -> None:
             made.__dict__[name] = constant
 
 
+def forget_nodes(gm: GraphModule) -> None:
+    """Leaves the code of a graph that is done. Erased nodes, too, name classes of the host, which
+    may close over the model itself: it would live as long as Dynamo's reference to the graph."""
+    for body in bodies(gm):
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(body.graph, {}))
+        for n in graph.nodes:
+            n.meta.clear()
+        body.graph = graph
+
+
 def forget_fakes(gm: GraphModule) -> None:
     """Drops the fake values of a graph that is done: they must not live as long as it does."""
     for module in gm.modules():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
@@ -30,7 +29,7 @@ class Settings:
     drop_path: DropPath = "mask"
     partial: bool = False
     told: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
-    entries: weakref.WeakValueDictionary[Hashable, Any] = field(
+    entries: weakref.WeakValueDictionary[int | None, Any] = field(
         default_factory=weakref.WeakValueDictionary, compare=False, repr=False
     )
 

@@ -19,6 +19,10 @@ def status(model: nn.Module) -> ModelStatus:
     Raises: TypeError if model is not an nn.Module.
     """
     check_model("status", model)
-    calls = [s.calls for s in swapped_methods(model)]
+    methods = swapped_methods(model)
+    for swapped in methods:
+        if swapped.entry is not None:
+            swapped.entry.graphs.tell(swapped)
+    calls = [s.calls for s in methods]
     graphs = unique([g for c in calls for g in c.graphs] + reports_of(model))
     return ModelStatus(graphs, calls, reason_for_pytorch(model))

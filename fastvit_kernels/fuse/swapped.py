@@ -34,6 +34,8 @@ from .hooks import EmptyHooks
 from .report import NO_GRAPH, Calls, adding
 from .settings import Settings
 
+# What Dynamo raises while it traces; the first words it adds to the host's own errors, too.
+TRACING = ("\nfrom user code:", "Guard failed on the same frame it was created")
 LITTLE = 0.01  # of the FLOPs: less fused than that is worth a warning
 
 
@@ -135,9 +137,8 @@ class Swapped:
         try:
             out = (self.compiled or self.first_call)(*args, **kwargs)
         except Exception as error:
-            # What Dynamo raises while it traces; it adds these words to the host's own errors, too.
             text = str(error).strip()
-            if not isinstance(error, self.tracing_errors) and "\nfrom user code:" not in text:
+            if not isinstance(error, self.tracing_errors) and not any(w in text for w in TRACING):
                 raise
             failure = f"{type(error).__name__}: {' '.join(text.split())[:200]}"
             if self.has_begun(error):
@@ -305,14 +306,13 @@ class Swapped:
 
 def swapped_methods_of(module: nn.Module) -> list[Swapped]:
     return [
-        x.__func__ if isinstance(x, MethodType) else x
-        for x in vars(module).values()
-        if is_swapped(x)
+        x.__func__ if type(x) is MethodType else x for x in vars(module).values() if is_swapped(x)
     ]
 
 
 def is_swapped(x: Any) -> bool:
-    return isinstance(x.__func__ if isinstance(x, MethodType) else x, Swapped)
+    """By types: a weak proxy passes on what it is asked."""
+    return type(x.__func__ if type(x) is MethodType else x) is Swapped
 
 
 def swapped_methods(model: nn.Module) -> list[Swapped]:

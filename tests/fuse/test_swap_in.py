@@ -153,6 +153,50 @@ def test_a_swapped_model_is_freed_with_its_graphs(regional):
     assert kept[2] - kept[1] <= 3 * inputs
 
 
+def model_and_class_that_knows_it():
+    class Scaled(nn.TransformerEncoderLayer):
+        def forward(self, x):
+            return super().forward(x) * model.scale
+
+    model = nn.Sequential(Scaled(8, 2, 8), Scaled(8, 2, 8))
+    model.scale = 2.0
+    return model
+
+
+@ways
+def test_a_model_that_its_class_knows_is_freed(regional):
+    model = model_and_class_that_knows_it()
+    swap_in(model, regional=regional)
+    model(torch.randn(2, 8)).sum().backward()
+    gone = [weakref.ref(model), weakref.ref(type(model[0]))]
+    del model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+class OfParent(nn.TransformerEncoderLayer):
+    def forward(self, x):
+        return super().forward(x) * self.parent.scale
+
+
+@ways
+def test_a_weak_proxy_as_attribute(regional):
+    """Dynamo cannot guard what it stands for; of one that is dead nothing may be asked."""
+    model, host = swapped_and_host(
+        nn.Sequential(OfParent(8, 2, 8, 0.0), OfParent(8, 2, 8, 0.0)), regional=regional
+    )
+    for m in (model, host):
+        m.scale = 2.0
+        for block in m:
+            vars(block)["parent"] = weakref.proxy(m)
+    assert_same(model(torch.ones(2, 8)), host(torch.ones(2, 8)))
+    vars(model[0])["dead"] = weakref.proxy(nn.Module())
+    swap_in(model, regional=regional)
+    assert_same(model(torch.ones(2, 8)), host(torch.ones(2, 8)))
+    assert str(status(model))
+    swap_out(model)
+
+
 # Other entrances (trap 6).
 
 
@@ -235,16 +279,18 @@ def test_hooks_added_after_the_first_call_are_seen(regional):
     assert seen.count(True) == seen.count(False) == 1
     handles[0].remove()
     handles[1].remove()
-    made = graphs(model)
-    assert_same(model(images()), host(images()))
-    assert graphs(model) == made  # the first graph again
+    # the first graph again; blocks that shared it with the hooked one have made one more
+    for added in (int(regional), 0):
+        made = graphs(model)
+        assert_same(model(images()), host(images()))
+        assert graphs(model) == made + added
     for m in (model, host):
         m.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         m.register_forward_hook(lambda module, args, out: out + 1)
         plus = lambda module, args, kwargs, out: out + 1  # noqa: E731
         m.blocks[0].register_forward_hook(plus, with_kwargs=True)
     assert_same(model(images()), host(images()))
-    assert first <= graphs(model) <= first + 3
+    assert first <= graphs(model) <= first + 3 + regional
     assert dynamo.config.get_config_copy() == settings
 
 
@@ -371,6 +417,18 @@ def test_a_block_like_others_is_edited(edit, first, monkeypatch):
         torch.manual_seed(0)
         edit(m[2])
     assert_same_step(model, host, x)
+
+
+def test_a_block_that_becomes_like_another_runs_its_graph():
+    model, host = swapped_and_host(vit(3), regional=True)
+    assert_same(model(images()), host(images()))
+    for i in (1, 2):
+        for m in (model, host):
+            m.blocks[i].norm1 = nn.Identity()
+        assert_same(model(images()), host(images()))
+    assert made_graphs() == 2
+    norms = [graph.rules["layer_norm"] for graph in status(model).graphs]
+    assert sorted(norms) == [1, 1, 2, 2, 2]
 
 
 class Asking(nn.TransformerEncoderLayer):
