@@ -32,7 +32,6 @@ from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import build_model
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import alternate
-from fastvit_kernels.ops.common.reduction import column_sum
 from fastvit_kernels.runtime import triton as runtime_triton
 from fastvit_kernels.runtime.backend import INTERPRETED, Gpu, on_absent_gpu
 from fastvit_kernels.runtime.triton import HAS_TRITON
@@ -79,47 +78,20 @@ def case_of(op: Op, device: torch.device) -> Case:
     return Case(inputs, first(op.function), eager, torch.randn_like(eager(**inputs)))
 
 
-class Nothing(torch.autograd.Function):
-    """As many gradients as inputs, of no work."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        return inputs[0].data
-
-    @staticmethod
-    def backward(ctx, dy):
-        return (dy,) * len(ctx.needs_input_grad)
+def cases(device: torch.device) -> Iterator[tuple[str, Case]]:
+    """timm's ViT of 12 layers, with one image of five tokens, then every op; no ViT without timm."""
+    if find_spec("timm") is not None:
+        yield from ((f"ViT, 12 layers of {width}", _vit(width, device)) for width in WIDTHS)
+    yield from ((name, case_of(op, device)) for name, op in OPS.items())
 
 
-def of_torch(device: torch.device) -> dict[str, Case]:
-    """What `torch.autograd.backward` takes by itself, which a step of a model calls once; and a
-    Function of as many parameters as an MLP has."""
-    x = torch.zeros(SIZES.T, SIZES.C, device=device)
-    dy, six = torch.ones_like(x), {name: x.clone().requires_grad_() for name in "abcdef"}
-
-    def nothing(**inputs: Tensor) -> Any:
-        return Nothing.apply(*inputs.values())
-
-    return {
-        "a view": Case({"x": six["a"]}, lambda x: x.view_as(x), lambda x: x.view_as(x), dy),
-        "six gradients": Case(six, nothing, nothing, dy),
-    }
-
-
-def of_models(device: torch.device) -> dict[str, Case]:
-    """timm's ViT of 12 layers, with one image of five tokens; none without timm."""
-    if find_spec("timm") is None:
-        return {}
+def _vit(width: int, device: torch.device) -> Case:
+    sizes = dict(num_classes=10, img_size=32, embed_dim=width, num_heads=width // 32)
+    eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
+    ours = copy.deepcopy(eager)
+    fk.swap_in(ours)
     image, dy = torch.randn(1, 3, 32, 32, device=device), torch.randn(1, 10, device=device)
-
-    def case(width: int) -> Case:
-        sizes = dict(num_classes=10, img_size=32, embed_dim=width, num_heads=width // 32)
-        eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
-        ours = copy.deepcopy(eager)
-        fk.swap_in(ours)
-        return Case({"x": image}, ours, eager, dy, calls=4)
-
-    return {f"ViT, 12 layers of {width}": case(width) for width in WIDTHS}
+    return Case({"x": image}, ours, eager, dy, calls=4)
 
 
 class _Compiled:
@@ -161,7 +133,7 @@ def way_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     return without_launches
 
 
-def microseconds(call: Callable[[], Any], calls: int = CALLS) -> float:
+def microseconds(call: Callable[[], Any], calls: int) -> float:
     """Of the host's processors, a call."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -192,19 +164,14 @@ def frames(call: Callable[[], Any]) -> int:
 def measure(device: torch.device) -> pd.DataFrame:
     """Medians by op: forward and backward of ours and of PyTorch's, in turns, and our frames."""
     way, rows = way_of(device), []
-    for name, case in {
-        **of_torch(device),
-        **of_models(device),
-        **{name: case_of(op, device) for name, op in OPS.items()},
-    }.items():
-        calls = min(case.calls, CALLS)
+    for name, case in cases(device):
 
-        def timed(run: Callable[[Any], Any], function: Any, context: Any, calls: int) -> float:
+        def timed(run: Callable[[Any], Any], function: Any, context: Any, case: Case) -> float:
             with context():
-                return microseconds(functools.partial(run, function), calls)
+                return microseconds(functools.partial(run, function), min(case.calls, CALLS))
 
         turns = [
-            functools.partial(timed, run, function, context, calls)
+            functools.partial(timed, run, function, context, case)
             for function, context in ((case.ours, way), (case.eager, ExitStack))
             for run in (case.forward, case.both)
         ]
@@ -218,25 +185,10 @@ def measure(device: torch.device) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("op")
 
 
-def parts(device: torch.device) -> str:
-    """What calls are made of: microseconds of a product, an allocation, a launch of ours."""
-    way, x = way_of(device), torch.zeros(SIZES.C, SIZES.C, device=device)
-    out, (size, strides) = x[0].clone(), (tuple(x.shape), x.stride())
-    calls = {
-        "a product": lambda: torch.mm(x, x),
-        "an allocation": lambda: torch.empty_strided(size, strides, device=device),
-        "a launch": lambda: column_sum(x, out),
-    }
-    with way():
-        found = alternate(ROUNDS, *(functools.partial(microseconds, f) for f in calls.values()))
-    return ", ".join(f"{n} {spread(us).median:.1f} us" for n, us in zip(calls, found, strict=True))
-
-
 def run(device: torch.device) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        print(parts(device))
         print(measure(device).to_string(float_format="{:.1f}".format))
     finally:
         torch.set_num_threads(threads)

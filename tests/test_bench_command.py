@@ -252,11 +252,10 @@ def test_host_measures_every_op_without_a_gpu():
         [sys.executable, "-c", short], env=variables, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    units, _, _, *rows = done.stdout.splitlines()
-    assert "a launch" in units
+    _, _, *rows = done.stdout.splitlines()
     models = [f"ViT, 12 layers of {width}" for width in host.WIDTHS if find_spec("timm")]
     named = [row.split("  ")[0] for row in rows]
-    assert named == ["a view", "six gradients", *models, *host.OPS]
+    assert named == [*models, *host.OPS]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="there is no interpreter in place of the launches")
