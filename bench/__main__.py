@@ -1,10 +1,9 @@
 """`python -m bench`: measure ops and whole models side by side, draw.
 
     python -m bench quick --out DIR                     one GPU, ten minutes: right, fast, tuned
-    python -m bench targets --out DIR                   the rows of the goals
     python -m bench all --time-budget 540 --out DIR     everything, most telling rows first
-    python -m bench attention --out DIR                 over T next to SDPA, five minutes
-    python -m bench attention --shape T197 --dtype bf16
+    python -m bench attention --dtype bf16 --out DIR    over T next to every SDPA backend
+    python -m bench attention --shape T197 --mode bwd
     python -m bench vit --mode train --provider swapped
     python -m bench vit --model timm:vit_small_patch14_dinov2 --batch 64
     python -m bench host                                what each op costs the host, without a GPU
@@ -12,7 +11,7 @@
     python -m bench docs                                docs/benchmarks.md from bench/results
 
 The exit status is 1 where a provider breaks the 2x rule, or one of ours fails; 2 for a mistake in
-the command, 130 for an interrupt.
+the command, 3 where the time was over first, 130 for an interrupt.
 """
 
 from __future__ import annotations
@@ -23,26 +22,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import STARTED, host, quick, report
+from bench.models import VIT
 from bench.ops import MODES, OPS
-from bench.plan import WHOLE
-from bench.rows import read_rows
-from bench.run import Machine, run, this_machine, wanted_by
+from bench.plan import DTYPES, STEPS, Wanted
+from bench.rows import read_results
+from bench.run import Machine, run, this_machine
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, Parser
-from fastvit_kernels.runtime.dtypes import DTYPES
 
 MEASURED = {
-    "targets": "time what the goals compare, alone on the machine",
     "all": "time everything, the most telling rows first",
     **{op: f"time the op {op}" for op in OPS},
-    "vit": "time steps of whole models",
+    VIT: "time steps of whole models",
 }
 
 
 def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("python -m bench", description=__doc__, formatter_class=raw)
-    add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
+    add = parser.add_subparsers(dest="command", metavar="COMMAND", required=True).add_parser
     says = "check, time and tune in ten minutes"
     quick.add_arguments(add("quick", help=says, description=quick.__doc__, formatter_class=raw))
     for name, says in MEASURED.items():
@@ -54,17 +52,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
-    whole = () if name in OPS else ("train", "infer")
-    parser.add_argument("--mode", action="append", choices=(*MODES, *whole))
-    amp = "amp: fp32 parameters under bf16 autocast; else of all tensors"
-    options.add(parser, "--dtype", choices=("amp", *DTYPES), action="append", help=amp)
-    parser.add_argument("--provider", action="append", help="may be given several times")
-    parser.add_argument("--shape", action="append", help="part of a shape's id, such as T197")
-    if name == "vit":
+    modes = {"all": (*MODES, *STEPS), VIT: STEPS}.get(name, MODES)
+    dtypes = {"all": ("amp", *DTYPES), VIT: ("amp", "bf16")}.get(name, DTYPES)
+    parser.add_argument("--mode", action="append", default=[], choices=modes)
+    amp = "of all tensors; amp: fp32 parameters under bf16 autocast"
+    options.add(parser, "--dtype", choices=dtypes, action="append", default=[], help=amp)
+    for flag, says in (("--provider", "may be given several times"), ("--shape", "part of an id")):
+        parser.add_argument(flag, action="append", default=[], help=says)
+    if name == VIT:
         options.add(parser, "--model", help=f"{options.NAMES} (in place of the plan's models)")
         options.add(parser, "--batch", "--img-size")
     options.add(parser, "--device")
-    options.add(parser, "--time-budget", help="measure no further case after these")
+    options.add(parser, "--time-budget", help="end after these")
     options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
 
@@ -72,10 +71,7 @@ def _add_measuring(parser: argparse.ArgumentParser, name: str) -> None:
 def main(
     argv: Sequence[str] | None = None, machine: Machine | None = None, started: float | None = None
 ) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
-        words = ["all", *words]
-    arguments = build_parser().parse_args(words)
+    arguments = build_parser().parse_args(argv)
     try:
         status = _run(arguments, machine, started)
         sys.stdout.flush()
@@ -91,7 +87,7 @@ def main(
 def _run(arguments: argparse.Namespace, machine: Machine | None, started: float | None) -> int:
     command = arguments.command
     if command == "plot":
-        return report.run_plot(read_rows(arguments.folder), arguments.folder)
+        return report.run_plot(read_results(arguments.folder), arguments.folder)
     if command == "docs":
         return report.write_docs()
     if command == "host":
@@ -99,12 +95,11 @@ def _run(arguments: argparse.Namespace, machine: Machine | None, started: float 
     machine = machine or this_machine(arguments)
     if command == "quick":
         return quick.run(arguments, machine is not None)
-    asked = ("shape", "mode", "dtype", "provider", "time_budget")
-    if command == "attention" and all(getattr(arguments, name) is None for name in asked):
-        # what most ask: speed over T next to SDPA, in five minutes
-        arguments.shape, arguments.mode = ["sweep-"], ["fwd", "bwd"]
-        arguments.dtype, arguments.time_budget = ["bf16"], 300.0
-    wanted = wanted_by(arguments, (*WHOLE, *OPS) if command in ("all", "targets") else (command,))
+    given = {n: x for n in ("model", "batch", "img_size") if (x := getattr(arguments, n, None))}
+    if given and "model" not in given:
+        raise CommandError("--batch and --img-size need --model: the plan's models have their own")
+    asked = arguments.provider, arguments.shape, arguments.dtype, arguments.mode
+    wanted = Wanted((VIT, *OPS) if command == "all" else (command,), *asked, **given)
     if machine is None:
         raise CommandError("torch sees no GPU, so nothing was run and nothing was written")
     arguments.out = arguments.out or Path("bench-out")

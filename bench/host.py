@@ -10,22 +10,22 @@ is left over memory. The clock is the processor's time, which other processes do
 from __future__ import annotations
 
 import copy
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
 from torch import Tensor
 
 import fastvit_kernels as fk
-from bench.ops import replaced
 from fastvit_kernels.accuracy.cases import OPS
 from fastvit_kernels.accuracy.op import Draw, Example, Op, Sizes
 from fastvit_kernels.commands.console import CommandError
@@ -50,36 +50,35 @@ class Case:
     inputs: dict[str, Tensor]
     ours: Callable[..., Any]
     eager: Callable[..., Any]
-    upstream: Tensor
     calls: int = CALLS  # a round
 
+    @cached_property
+    def upstream(self) -> Tensor:
+        return torch.ones_like(self.forward(self.eager))
+
     def forward(self, function: Callable[..., Any]) -> Any:
-        return function(**self.inputs)
+        """Its output, of several the first."""
+        out = function(**self.inputs)
+        return out[0] if isinstance(out, tuple) else out
 
     def both(self, function: Callable[..., Any]) -> None:
-        torch.autograd.backward(function(**self.inputs), self.upstream)
+        torch.autograd.backward(self.forward(function), self.upstream)
 
 
 def case_of(op: Op, device: torch.device) -> Case:
-    """With the tensors that most models give; of several outputs the first."""
+    """With the tensors that most models give."""
     sizes, unusual = op.at(SIZES), tuple(n for n, arg in op.args.items() if not arg.usual)
     given = op.inputs(Example(sizes, without=unusual), Draw(device, torch.float32))
     inputs = {
         n: x.detach().requires_grad_(op.args[n].trained) for n, x in given.items() if x is not None
     }
     options = op.settings_of(sizes, device)
-
-    def first(function: Callable[..., Any]) -> Callable[..., Any]:
-        if op.outputs > 1:
-            return lambda **inputs: function(**inputs, **options)[0]
-        return functools.partial(function, **options) if options else function
-
-    eager = first(op.eager or op.specification)
-    return Case(inputs, first(op.function), eager, torch.randn_like(eager(**inputs)))
+    eager = op.eager or op.specification
+    return Case(inputs, partial(op.function, **options), partial(eager, **options))
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, Case]]:
-    """timm's ViT of 12 layers, with one image of five tokens, then every op; no ViT without timm."""
+    """timm's ViT of 12 layers with one image of five tokens, if timm is here, then every op."""
     if find_spec("timm") is not None:
         yield from ((f"ViT, 12 layers of {width}", _vit(width, device)) for width in WIDTHS)
     yield from ((name, case_of(op, device)) for name, op in OPS.items())
@@ -90,8 +89,7 @@ def _vit(width: int, device: torch.device) -> Case:
     eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
     ours = copy.deepcopy(eager)
     fk.swap_in(ours)
-    image, dy = torch.randn(1, 3, 32, 32, device=device), torch.randn(1, 10, device=device)
-    return Case({"x": image}, ours, eager, dy, calls=4)
+    return Case({"x": torch.randn(1, 3, 32, 32, device=device)}, ours, eager, calls=4)
 
 
 class _Compiled:
@@ -110,15 +108,16 @@ def without_launches() -> Iterator[None]:
         return _Compiled()
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: NO_GPU))
-    with ExitStack() as stack:
+    with (
+        fk.backend("triton"),
+        on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)),
+        patch.object(JITFunction, "run", run),
+        patch.object(runtime_triton, "_RUN", run),
+        patch.object(runtime_triton, "driver", driver),
+    ):
         torch.set_flush_denormal(True)
-        stack.callback(torch.set_flush_denormal, False)
-        stack.enter_context(fk.backend("triton"))
-        stack.enter_context(on_absent_gpu(Gpu("sm_90", 132, 227 * 1024)))
-        stack.enter_context(replaced(JITFunction, "run", run))
-        stack.enter_context(replaced(runtime_triton, "_RUN", run))
-        stack.enter_context(replaced(runtime_triton, "driver", driver))
         yield
+        torch.set_flush_denormal(False)
 
 
 def way_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -127,7 +126,7 @@ def way_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     Raises: CommandError where none can.
     """
     if device.type == "cuda":
-        return functools.partial(fk.backend, "triton")
+        return partial(fk.backend, "triton")
     if not HAS_TRITON or INTERPRETED:
         raise CommandError("bench host needs triton, and TRITON_INTERPRET unset")
     return without_launches
@@ -163,26 +162,26 @@ def frames(call: Callable[[], Any]) -> int:
 
 def measure(device: torch.device) -> pd.DataFrame:
     """Medians by op: forward and backward of ours and of PyTorch's, in turns, and our frames."""
-    way, rows = way_of(device), []
+    way, rows = way_of(device), {}
     for name, case in cases(device):
 
         def timed(run: Callable[[Any], Any], function: Any, context: Any, case: Case) -> float:
             with context():
-                return microseconds(functools.partial(run, function), min(case.calls, CALLS))
+                return microseconds(partial(run, function), min(case.calls, CALLS))
 
         turns = [
-            functools.partial(timed, run, function, context, case)
-            for function, context in ((case.ours, way), (case.eager, ExitStack))
+            partial(timed, run, function, context, case)
+            for function, context in ((case.ours, way), (case.eager, nullcontext))
             for run in (case.forward, case.both)
         ]
         found = alternate(ROUNDS + 1, *turns)  # the first turn warms up
         fwd, both, eager_fwd, eager_both = (spread(us[1:]).median for us in found)
         with way():
             case.both(case.ours)  # the device is met here first
-            deep = frames(functools.partial(case.both, case.ours))
-        rows.append((name, fwd, both - fwd, eager_fwd, eager_both - eager_fwd, deep))
-    columns = ("op", "fwd, us", "bwd, us", "eager fwd, us", "eager bwd, us", "frames")
-    return pd.DataFrame(rows, columns=columns).set_index("op")
+            deep = frames(partial(case.both, case.ours))
+        rows[name] = (fwd, both - fwd, eager_fwd, eager_both - eager_fwd, deep)
+    columns = ["fwd, us", "bwd, us", "eager fwd, us", "eager bwd, us", "frames"]
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
 def run(device: torch.device) -> int:

@@ -1,7 +1,6 @@
 """Whole ViTs as their users build them: a step of training or inference in several ways.
 
-The gate looks at logits and gradients of the very batch that is timed. Also: kernel time by stage
-of the flow picture.
+The gate looks at logits and gradients of the very batch that is timed.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.measure import MATMUL, Bench, Entry, failed, model_errors
+from bench.measure import MATMUL, Bench, Entry, failed
 from bench.ops import BASELINE, SEARCH
 from bench.rows import OK, Row
 from fastvit_kernels import backend
-from fastvit_kernels.accuracy.accuracy import Error, Tensors
+from fastvit_kernels.accuracy.accuracy import Error, Tensors, measure
 from fastvit_kernels.commands.models import build_model, input_shape, logits_of
+from fastvit_kernels.measure import compare
 from fastvit_kernels.measure.compare import Way
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
+from fastvit_kernels.measure.model_errors import errors_beside
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
 
@@ -41,6 +42,7 @@ NUM_CLASSES = 1000
 TURN_MS = 300.0
 MIN_STEPS, MAX_STEPS = 2, 20
 ORACLE_TOKENS = 3200  # a float64 forward and backward holds so many at once
+EACH = 4.0  # the limit of a gradient by itself, as a multiple of the 2x rule's
 ALONE = 400e6  # parameters from which ways run one after the other: they do not fit side by side
 
 
@@ -128,61 +130,37 @@ WAYS = {
     EAGER_GRAPH: Way(graph=True),
     "swapped": Way(swapped=True),
     "swapped+graph": Way(swapped=True, graph=True),
+    "swapped-low": Way(swapped=True, options={"memory": "low"}),
     "compile": Way(compiler="inductor"),
     "backend": Way(compiler="fastvit_kernels"),
     "backend+graphs": Way(compiler="fastvit_kernels", mode="reduce-overhead"),
     SEARCH: Way(compiler="inductor", mode="max-autotune"),
-    "swapped-low": Way(swapped=True, options={"memory": "low"}),
     "swapped-skip": Way(swapped=True, options={"drop_path": "skip"}),
     "swapped-skip+graph": Way(swapped=True, graph=True, options={"drop_path": "skip"}),
 }
 
 
-def context_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
-    return functools.partial(backend, "triton") if WAYS[name].ours else nullcontext
-
-
-class Runner:
-    """A model with its optimizer, a batch, and one step of training or inference."""
+class Runner(compare.Runner):
+    """A case's model in one way, its optimizer, a batch, and one step of training or inference."""
 
     def __init__(self, case: Case, way: Way, device: torch.device):
         self.case, self.way = case, way
-        self.model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
-        self.forward = way.apply(self.model)
-        self.parameters = list(self.model.parameters())
+        model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
         drawn: dict[str, Any] = dict(
             generator=torch.Generator(device).manual_seed(1), device=device
         )
         self.images = torch.randn(case.batch, *case.image, **drawn).to(case.parameter_dtype)
         self.labels = torch.randint(NUM_CLASSES, (case.batch,), **drawn)
-        if case.trains:
-            self.optimizer = torch.optim.AdamW(
-                self.parameters, lr=1e-5, weight_decay=0.05, fused=True
-            )
+        autocast = torch.bfloat16 if case.dtype == "amp" else None
+        super().__init__(model, way, self.cross_entropy, autocast)
+        self.parameters = list(self.model.parameters())
+
+    def cross_entropy(self, forward: Callable[..., Any]) -> Tensor:
+        return F.cross_entropy(logits_of(forward(self.images)).float(), self.labels)
 
     def logits(self) -> Tensor:
-        amp = self.case.dtype == "amp"
-        with torch.autocast(self.images.device.type, torch.bfloat16, enabled=amp):
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return logits_of(self.forward(self.images))
-
-    def loss(self) -> Tensor:
-        return F.cross_entropy(self.logits().float(), self.labels)
-
-    def gradients(self) -> Tensor:
-        """Forward, loss, backward; or the forward alone."""
-        if not self.case.trains:
-            with torch.no_grad():
-                return self.logits()
-        loss = self.loss()
-        loss.backward()
-        return loss.detach()
-
-    def step(self) -> Tensor:
-        result = self.gradients()
-        if self.case.trains:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return result
 
     def captured(self, timer: Timer) -> Callable[[], Any]:
         """The step with its gradients as one graph. AdamW stays outside, as max-autotune has it:
@@ -190,15 +168,19 @@ class Runner:
 
         def run(_: Any) -> Tensor:
             self.model.zero_grad(set_to_none=True)
-            return self.gradients()
+            with torch.set_grad_enabled(self.trains):
+                loss = self.loss()
+            if self.trains:
+                loss.backward()
+            return loss.detach()
 
         replay = timer.capture(Step(lambda: None, run))
-        return (lambda: (replay(), self.optimizer.step())) if self.case.trains else replay
+        return (lambda: (replay(), self.optimizer.step())) if self.trains else replay
 
     def resident_mib(self) -> float:
         """Memory of parameters, optimizer state and batch, which stays from step to step."""
         tensors = [*self.parameters, self.images, self.labels]
-        if self.case.trains:
+        if self.trains:
             states = self.optimizer.state.values()
             tensors += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors) / 2**20
@@ -258,49 +240,60 @@ class Oracle:
         self.yardstick = eager.results(self.upstream)
 
     def errors(self, runner: Runner, timer: Timer) -> list[Error]:
-        """Of the runner's logits and gradients; of a graph, of its replay."""
+        """Of the runner's logits and gradients; of a graph, of its replay. A small gradient also
+        without the floor of its layer, in which it could be lost."""
         if runner.way.graph:
             actual = runner.replayed(self.upstream, timer)
         else:
             actual = runner.results(self.upstream)
-        return model_errors(actual, self.yardstick, self.results)
+        found = errors_beside(actual, lambda: self.yardstick, self.results, torch.bfloat16)
+        for name, oracle in self.results.items():
+            own = measure(name, actual[name], self.yardstick[name], oracle, torch.bfloat16)
+            wider = {"limit_max": EACH * own.limit_max, "limit_rms": EACH * own.limit_rms}
+            found.append(replace(own, **wider))
+        return found
 
 
 # --- measuring
 
 
-def row_of(case: Case, provider: str, op: str = VIT, mode: str | None = None) -> Row:
-    return Row(op, provider, case.id, case.dtype, mode or case.mode, case.tokens)
+def row_of(case: Case, provider: str) -> Row:
+    return Row(VIT, provider, case.id, case.dtype, case.mode, case.tokens)
 
 
 def _warm_up(entry: Entry, case: Case, oracle: Oracle | None, bench: Bench) -> None:
     """Build, hold against the oracle, warm up; an outcome on the entry if it fails."""
     way, timer = WAYS[entry.name], bench.timer
-    bench.at_work(entry.name)
+    bench.at_work(entry.name, way.compiler is not None)
     with attempt(entry, timer), judged(entry.context(), way.ours):
         runner = Runner(case, way, bench.device)
         if oracle is None:
             why = "its dropped samples are random" if case.drop_path else "float64 does not fit"
-            entry.compared, entry.outcome = False, Outcome(OK, f"not compared: {why}")
+            entry.outcome = Outcome(OK, f"not compared: {why}")
         else:
             entry.outcome = verdict(oracle.errors(runner, timer))
+            if not entry.is_right:
+                return
         entry.run = runner.captured(timer) if way.graph else runner.step
         entry.warm_up(timer, TURN_MS, MIN_STEPS, MAX_STEPS, flush=False)
         # A graph's memory is taken when it is captured, once for all replays; those of Inductor's
         # modes keep theirs in a pool of its own.
         if way.graph or way.mode in ("max-autotune", "reduce-overhead"):
-            entry.peak_mib = entry.kept_mib = None
-            return
-        if entry.peak_mib is not None:
+            entry.peak_mib = None
+        elif entry.peak_mib is not None:
             entry.peak_mib += runner.resident_mib()
-        entry.kept_mib = timer.memory_mib(runner.loss)[1] if case.trains else None
 
 
 def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]:
     """Rows of the named ways, the baseline's first; it is measured whether it is named or not, and
     as a graph if another is one."""
     names = [BASELINE, *names, *(EAGER_GRAPH for n in names if WAYS[n].graph)]
-    entries = [Entry(n, lambda: None, context_of(n)) for n in WAYS if n in names]
+    triton = functools.partial(backend, "triton")
+    entries = [
+        Entry(name, lambda: None, triton if way.ours else nullcontext)
+        for name, way in WAYS.items()
+        if name in names
+    ]
     oracle: Oracle | None = None
     try:
         oracle = None if case.drop_path else Oracle(case, bench.device)
@@ -313,11 +306,11 @@ def measure_vit(case: Case, names: Sequence[str], bench: Bench) -> Iterator[Row]
     bench.timer.clear()
     baselines: dict[bool, Row] = {}  # by whether it is a graph
     for group in [[e] for e in entries] if case.parameters > ALONE else [entries]:
-        for row, entry in zip(_measure_group(case, group, oracle, bench), group, strict=True):
-            graph = WAYS[entry.name].graph
-            if entry.name in (BASELINE, EAGER_GRAPH):
+        for row in _measure_group(case, group, oracle, bench):
+            graph = WAYS[row.provider].graph
+            if row.provider in (BASELINE, EAGER_GRAPH):
                 baselines[graph] = row
-            yield row.with_speedup(baselines.get(graph), entry.compared)
+            yield row.with_speedup(baselines.get(graph))
         for entry in group:
             entry.release()
         bench.timer.clear()
@@ -332,10 +325,9 @@ def _measure_group(
         _warm_up(entry, case, oracle, bench)
         bench.timer.clear()
     take_turns(group, bench.timer, flush=False, at_work=bench.at_work)
-    roof = bench.roofs.matmul_tflops.get("bf16")
+    roof = bench.roofs.get("bf16", math.nan)
     for entry in group:
-        row = entry.finish(row_of(case, entry.name)).rated(case.flops, None)
-        if row.ms is not None and row.tflops is not None:
-            images, share = 1e3 * case.batch / row.ms, row.tflops / roof if roof else None
-            row = replace(row, images_per_s=images, roof=MATMUL, roof_share=share)
-        yield row
+        row = entry.finish(row_of(case, entry.name)).rated(case.flops, math.nan)
+        yield replace(
+            row, images_per_s=1e3 * case.batch / row.ms, roof=MATMUL, roof_share=row.tflops / roof
+        )

@@ -1,7 +1,7 @@
 """`python -m bench quick`: one GPU, ten minutes: what is right, how fast, tuned.
 
     python -m bench quick --out DIR                 the stages, one after the other
-    python -m bench quick --out DIR --resume        goes on with what is not done
+    python -m bench quick --out DIR --resume        goes on: each stage skips what DIR has
     python -m bench quick --dry-run                 the stages and their seconds
 
 Each stage is an ordinary command and can be run alone. A stage is killed when its seconds are over;
@@ -11,7 +11,6 @@ what is left goes to those after it. Every row is in DIR the moment it exists.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -22,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import plan
-from bench.rows import RESULTS, TRYING, bad_rows, conditions, environment, read_rows, this_machine
+from bench import report
+from bench.rows import RESULTS, TRYING, bad_rows, environment, read_results, read_rows
+from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
 from tests.check.isolated import python
-from tests.check.results_cache import ResultsCache, sources_hash
+from tests.check.results_cache import ResultsCache
 
-LOG, DONE, CHECKED = "log.txt", "stages.json", "check.jsonl"
+LOG, CHECKED = "log.txt", "check.jsonl"
 SECONDS, LEAST, RESERVE = 600.0, 10, 8.0  # reserve: for the table at the end
 KILL_S = 6.0  # from SIGTERM to SIGKILL
 FINISHED = (0, 1)  # exit statuses of a command that has done all it was told to; 1: with failures
-MOST_LINES = 12  # of what is wrong
 
 
 @dataclass(frozen=True)
@@ -55,30 +54,16 @@ class Stage:
 
 
 _CHECK = python("tests.check", "--time-budget", "{seconds}", "--case-timeout", "60")
+_SMOKE = (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16")
 _ALL = (*_CHECK, "--jobs", "{jobs}", "--keep", f"{{out}}/{CHECKED}")
-
+_BENCH = python("bench", "all", "--out", "{out}", "--resume", "--time-budget", "{seconds}")
+_TUNE = python("fastvit_kernels", "tune", "--batch", "256", "--time-budget", "{seconds}")
 STAGES = (
-    Stage(
-        "smoke",
-        8,
-        (*_CHECK, "--jobs", "0", "--only", "layer_norm_and", "--dtype", "bf16"),
-        "one kernel compiles, runs and is right",
-        needed=True,
-    ),
+    Stage("smoke", 8, _SMOKE, "one kernel compiles, runs and is right", needed=True),
     Stage("check", 22, _ALL, "every op and a model by the 2x rule, every dtype, on all cores"),
     Stage("configs", 12, (*_ALL, "--all-configs"), "every launch config that ships, twice"),
-    Stage(
-        "targets",
-        50,
-        python("bench", "targets", "--out", "{out}", "--resume", "--time-budget", "{seconds}"),
-        "the rows of the goals, alone on the machine",
-    ),
-    Stage(
-        "tune",
-        6,
-        python("fastvit_kernels", "tune", "--batch", "256", "--time-budget", "{seconds}"),
-        "launch configs",
-    ),
+    Stage("bench", 50, _BENCH, "the most telling rows, alone on the machine"),
+    Stage("tune", 6, _TUNE, "launch configs"),
 )
 
 
@@ -123,55 +108,43 @@ def run_stage(stage: Stage, limit: float, places: dict[str, Any], log: Path) -> 
 
 
 def run_stages(
-    stages: Sequence[Stage], folder: Path, seconds: float, done: list[str], places: dict[str, Any]
-) -> list[str]:
-    """Run those that are not in `done`, which grows. Returns: what is wrong with stages.
+    stages: Sequence[Stage], seconds: float, places: dict[str, Any], wrong: list[str]
+) -> None:
+    """Run them; `wrong` gets what is wrong with stages, and which are not done.
 
     A command whose process ended amid a case, which its file TRYING tells, is begun again: with
     --resume it leaves that case out.
     """
-    started, wrong = time.monotonic(), []
-    todo = [stage for stage in stages if stage.name not in done]
-    for i, stage in enumerate(todo):
+    started, folder = time.monotonic(), Path(places["out"])
+    for i, stage in enumerate(stages):
         status, trying = 0, True
         while trying:
             left = seconds - (time.monotonic() - started)
             if left < LEAST / 2:
-                return wrong
-            limit = limits(todo[i:], left)[0]
-            status = run_stage(stage, limit, places, folder / LOG)
+                wrong.append(f"stage {stage.name}: no time was left")
+                return
+            status = run_stage(stage, limits(stages[i:], left)[0], places, folder / LOG)
             trying = status is not None and (folder / TRYING).exists()
-        print(f"== {stage.name}: " + ("killed" if status is None else f"exit status {status}"))
-        if status in FINISHED:
-            done.append(stage.name)
-        elif status is not None and status != plan.CUT_SHORT:
+        said = {None: "killed", CUT_SHORT: "not done: too little time"}
+        print(f"== {stage.name}: {said.get(status, f'exit status {status}')}")
+        if status not in (*FINISHED, *said):
             wrong.append(f"stage {stage.name}: exit status {status}")
         if stage.needed and status != 0:
-            return wrong or [f"stage {stage.name}: it failed, and nothing was run after it"]
-    return wrong
+            wrong.append(f"stage {stage.name}: it failed, and nothing was run after it")
+            return
 
 
-def report(folder: Path) -> tuple[list[str], str]:
-    """What is wrong (cases, configs, rows of ours), and the table of the goals."""
-    wrong = []
+def faults(folder: Path) -> list[str]:
+    """What is wrong: cases, configs, rows of ours."""
+    found = []
     for line in ResultsCache(folder / CHECKED).lines:
         if line.get("fault"):
             config = " ".join(f"{k}={v}" for k, v in (line["config"] or {}).items())
-            wrong.append(f"config {line['table']} [{config}], {line['case']}: {line['fault']}")
+            found.append(f"config {line['table']} [{config}], {line['case']}: {line['fault']}")
         elif line.get("why"):
-            wrong.append(f"check {line['label']}: {line['why']}")
+            found.append(f"check {line['label']}: {line['why']}")
     rows = read_rows(folder) if (folder / RESULTS).exists() else []
-    wrong += [row.describe() for row in bad_rows(rows)]
-    return wrong, f"\n{plan.claim_table(rows)}\n\n{conditions(rows)}"
-
-
-def _done_before(folder: Path, resume: bool) -> list[str]:
-    """Stages that a former run has done here with the same sources."""
-    path, here = folder / DONE, {"sources": sources_hash(), "machine": this_machine()}
-    if not resume or not path.exists():
-        return []
-    former = json.loads(path.read_text())
-    return former["done"] if {n: former[n] for n in here} == here else []
+    return found + [row.describe() for row in bad_rows(rows)]
 
 
 def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = STAGES) -> int:
@@ -192,20 +165,17 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
         raise CommandError(f"{folder / RESULTS} exists: --resume goes on, or name another --out")
     folder.mkdir(parents=True, exist_ok=True)
     print("\n".join(f"{name}: {value}" for name, value in environment().items() if value))
-    done, wrong, status = _done_before(folder, arguments.resume), [], 0
+    wrong: list[str] = []
+    status = 0
     try:
         with term_interrupts():
-            wrong = run_stages(stages, folder, seconds, done, places)
+            run_stages(stages, seconds, places, wrong)
     except KeyboardInterrupt:
         status = 130
-    about = {"sources": sources_hash(), "machine": this_machine(), "done": done}
-    (folder / DONE).write_text(json.dumps(about))
-    found, table = report(folder)
-    wrong += found
-    shown = [*wrong[:MOST_LINES], *(["..."] if len(wrong) > MOST_LINES else [])]
+    if (folder / RESULTS).exists():
+        report.show(read_results(folder))
+    wrong += faults(folder)
     print(f"WRONG: {len(wrong)}" if wrong else "nothing wrong in what ran")
-    print(*(f"  {line}"[:200] for line in shown), sep="\n")
-    print(table)
-    if left := [stage.name for stage in stages if stage.name not in done]:
-        print(f"not done: {', '.join(left)}; --resume goes on. All of it: {folder / LOG}")
+    print(*(f"  {line}"[:200] for line in wrong), sep="\n")
+    print(f"what each stage said: {folder / LOG}; --resume goes on")
     return status or int(bool(wrong))

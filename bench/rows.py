@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
+import pandas as pd
 import torch
 
-from bench.ops import BASELINE
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure.gate import ERROR, FAILED, OK
 from fastvit_kernels.measure.timer import spread
-from fastvit_kernels.runtime import tuned_table
-from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.files import unwritten, write_text
 from fastvit_kernels.runtime.triton import HAS_TRITON, triton
 from tests.check.results_cache import sources_hash
 
 RESULTS = "results.csv"
-ELSEWHERE = "results-elsewhere.csv"  # rows of another GPU, driver, torch or triton
 TIMEOUT = "not finished"
 ROOF = "roof"  # an op of rows
 TRYING = "trying.json"  # there while a case is at work
 COMMIT = "FASTVIT_KERNELS_COMMIT"  # names the commit where there is no git
+NAN = math.nan
+Frame = Any  # pandas.DataFrame: checkers know no types of its columns
 Key = tuple[str, str, str, str, str]  # op, provider, shape, dtype, mode
 
 
 @dataclass(frozen=True)
 class Row:
-    """One provider on one shape. Times in ms, medians; empty where it does not apply.
+    """One provider on one shape. Times in ms, medians; NaN where it does not apply.
 
     `ms` is the time between two CUDA events around an eager call, `graph_ms` the same through the
-    replay of a CUDA graph, without host time.
+    replay of a CUDA graph, without host time. What is not right has neither.
     """
 
     op: str
@@ -53,180 +53,134 @@ class Row:
     T: int = 0
     status: str = OK
     note: str = ""
-    ms: float | None = None
-    ms_p20: float | None = None
-    ms_p80: float | None = None
-    graph_ms: float | None = None
-    graph_ms_p20: float | None = None
-    graph_ms_p80: float | None = None
+    error: float = NAN  # the largest against float64, as a share of what the 2x rule allows
+    ms: float = NAN
+    ms_p20: float = NAN
+    ms_p80: float = NAN
+    graph_ms: float = NAN
+    graph_ms_p20: float = NAN
+    graph_ms_p80: float = NAN
     samples: int = 0
-    flops: float | None = None
-    bytes: float | None = None
-    tflops: float | None = None  # TFLOP/s
-    gbps: float | None = None  # GB/s
+    tflops: float = NAN  # TFLOP/s
+    gbps: float = NAN  # GB/s
     roof: str = ""  # which roof is nearer: copy or matmul
-    roof_share: float | None = None  # time at the roof / time
-    peak_mib: float | None = None  # of an op above its inputs; of a model, all of it
-    kept_mib: float | None = None  # that a forward leaves for its backward, output included
-    images_per_s: float | None = None
-    speedup: float | None = None  # eager's time / this one's
+    roof_share: float = NAN  # time at the roof / time
+    peak_mib: float = NAN  # of an op above its inputs; of a model, all of it
+    images_per_s: float = NAN
+    speedup: float = NAN  # eager's time / this one's, of the same turns
     gpu: str = ""
     driver: str = ""
     torch: str = ""
     triton: str = ""
     commit: str = ""
     sources: str = ""  # a hash of what is measured and of what measures it
-    tuned: str = ""  # the user's tuned table that was in use: how many decisions
 
     @property
     def key(self) -> Key:
         return (self.op, self.provider, self.shape, self.dtype, self.mode)
 
     @property
-    def device_ms(self) -> float | None:
+    def device_ms(self) -> float:
         """The time without the host's share, where it was measured."""
-        return self.ms if self.graph_ms is None else self.graph_ms
+        return self.ms if math.isnan(self.graph_ms) else self.graph_ms
 
     @property
     def is_ours(self) -> bool:
-        return self.provider.startswith(("ours", "swapped", "backend"))
+        return self.provider.startswith(OURS)
 
     def timed(self, times: list[float]) -> Row:
         """With median and spread of these samples."""
         ms, p20, p80 = spread(times)
         return replace(self, ms=ms, ms_p20=p20, ms_p80=p80, samples=len(times))
 
-    def rated(self, flops: float | None, bytes_: float | None) -> Row:
-        """With its FLOP and bytes, and how many a second, without the host's share."""
+    def rated(self, flops: float, bytes_: float) -> Row:
+        """With its FLOP and bytes a second, without the host's share."""
         ms = self.device_ms
-        if ms is None:
-            return self
-        return replace(
-            self,
-            flops=flops,
-            bytes=bytes_,
-            tflops=None if flops is None else flops / ms / 1e9,
-            gbps=None if bytes_ is None else bytes_ / ms / 1e6,
-        )
+        return replace(self, tflops=flops / ms / 1e9, gbps=bytes_ / ms / 1e6)
 
-    def like_times(self, other: Row) -> tuple[float, float] | None:
-        """Both as graphs, or both as they are called; None if one was not timed."""
-        if self.graph_ms is not None and other.graph_ms is not None:
-            return self.graph_ms, other.graph_ms
-        return None if self.ms is None or other.ms is None else (self.ms, other.ms)
-
-    def with_speedup(self, baseline: Row | None, compared: bool = True) -> Row:
-        """With the baseline's time over its own; None unless both were found right."""
-        if baseline is None or not compared or (self.status, baseline.status) != (OK, OK):
+    def with_speedup(self, baseline: Row | None) -> Row:
+        """With the baseline's time over its own, graph by graph or call by call; none where one of
+        them was not compared with float64."""
+        if baseline is None or math.isnan(self.error + baseline.error):
             return self
-        times = self.like_times(baseline)
-        return self if times is None else replace(self, speedup=times[1] / times[0])
+        speedup = baseline.graph_ms / self.graph_ms
+        return replace(self, speedup=baseline.ms / self.ms if math.isnan(speedup) else speedup)
 
     def describe(self) -> str:
         where = f"{self.op} {self.shape} {self.dtype} {self.mode}: {self.provider}"
-        if self.ms is None or self.status not in (OK, FAILED):
+        if math.isnan(self.ms):
             return f"{where}: {self.status} {self.note}"
-        text = f"{where}: {self.ms:.4g} ms"
-        if self.graph_ms is not None:
-            text += f", {self.graph_ms:.4g} ms as a graph"
-        if self.op == ROOF and (self.tflops or self.gbps):
-            text += f", {self.tflops:.4g} TFLOP/s" if self.tflops else f", {self.gbps:.4g} GB/s"
-        if self.images_per_s is not None:
-            text += f", {self.images_per_s:,.0f} images/s"
-        if self.status == FAILED:
-            return f"{text}, FAILED {self.note}"
-        faster = self.speedup is not None and self.provider != BASELINE
-        return f"{text}, {self.speedup:.2f}x" if faster else text
+        told = {
+            "ms": self.ms,
+            "ms as a graph": self.graph_ms,
+            "TFLOP/s": self.tflops,
+            "GB/s": self.gbps,
+            "images/s": self.images_per_s,
+            "x eager's speed": self.speedup,
+            "of the error allowed": self.error,
+        }
+        return f"{where}: " + ", ".join(f"{x:.4g} {n}" for n, x in told.items() if x == x)
 
 
-def by_case(rows: Iterable[Row]) -> dict[tuple[str, str, str, str], list[Row]]:
-    """By op, shape, dtype and mode, in the order in which these were first measured."""
-    found: dict[tuple[str, str, str, str], list[Row]] = {}
-    for r in rows:
-        found.setdefault((r.op, r.shape, r.dtype, r.mode), []).append(r)
-    return found
+OURS = ("ours", "swapped", "backend")  # how names of our providers begin
+KEY = ["op", "provider", "shape", "dtype", "mode"]
+FIELDS = [field.name for field in dataclasses.fields(Row)]
+TEXTS = [field.name for field in dataclasses.fields(Row) if field.type == "str"]
 
 
-def least(rows: Iterable[Row], field: str = "device_ms") -> Row | None:
-    """The fastest; by another field, of the rows that have it the one with least."""
-    found = [r for r in rows if getattr(r, field)]
-    return min(found, key=lambda r: getattr(r, field), default=None)
-
-
-def bad_rows(rows: Sequence[Row]) -> list[Row]:
+def bad_rows(rows: Iterable[Row]) -> list[Row]:
     """Those that make the exit status 1: a broken 2x rule, and errors of our own kernels."""
     return [r for r in rows if r.status == FAILED or (r.status == ERROR and r.is_ours)]
 
 
-_KINDS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
-FIELDS = tuple(_KINDS)
+def as_csv(rows: Iterable[Row], header: bool = True) -> str:
+    frame: Frame = pd.DataFrame(list(rows), columns=FIELDS)
+    return frame.to_csv(index=False, header=header, float_format="%.6g", lineterminator="\n")
 
 
-def as_line(row: Row) -> str:
-    text, values = io.StringIO(), (getattr(row, name) for name in FIELDS)
-    cells = (f"{x:.6g}" if isinstance(x, float) else x for x in values)
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
-
-
-def as_csv(rows: Iterable[Row]) -> str:
-    return "".join([",".join(FIELDS) + "\n", *map(as_line, rows)])
-
-
-def _parse(name: str, text: str) -> Any:
-    kind = _KINDS[name]
-    if kind == "str":
-        return text
-    if not text:
-        return None if "None" in kind else 0
-    return float(text) if "float" in kind else int(text)
-
-
-def read_rows(path: Path) -> list[Row]:
+def read_results(path: Path) -> Frame:
     """The rows of a CSV; a line that a crash has torn is left out, of equal keys the last counts.
 
     Raises: CommandError where the file is not one of ours.
     """
     path = path / RESULTS if path.is_dir() else path
-    found: dict[Key, Row] = {}
+    text = path.read_text(encoding="utf-8")
+    whole = io.StringIO(text[: text.rfind("\n") + 1])
     try:
-        text = path.read_text(encoding="utf-8")
-        lines = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-        if not set(FIELDS[:5]) <= set(lines.fieldnames or ()):
-            raise ValueError(f"its columns are {lines.fieldnames}")
-        for line in lines:
-            if None in line or None in line.values():  # cells too many, or too few
-                continue
-            with suppress(ValueError):
-                row = Row(**{n: _parse(n, text) for n, text in line.items() if n in _KINDS})
-                found[row.key] = row
-    except (csv.Error, ValueError) as error:
+        found: Frame = pd.read_csv(whole, dtype=dict.fromkeys(TEXTS, str))
+        if missing := set(KEY) - set(found):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except ValueError as error:
         raise CommandError(f"{path} is no result of this benchmark: {error}") from error
-    return list(found.values())
+    found = found.reindex(columns=FIELDS)
+    found[TEXTS] = found[TEXTS].fillna("").astype(str)
+    return found.drop_duplicates(KEY, keep="last")
+
+
+def read_rows(path: Path) -> list[Row]:
+    lines: Any = read_results(path).to_dict("records")
+    return [Row(**line) for line in lines]
 
 
 class Results:
     """The rows of one output folder: those of a run that is resumed, then the new ones."""
 
     def __init__(self, folder: Path, resume: bool):
-        self.folder, self.path = folder, folder / RESULTS
+        self.folder, self.path, self._trying = folder, folder / RESULTS, folder / TRYING
         if self.path.exists() and not resume:
             raise CommandError(
                 f"{self.path} exists: --resume adds to it, another --out starts anew"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        self._trying, self._at_work = folder / TRYING, list[Key]()
         former = read_rows(self.path) if self.path.exists() else []
-        self.rows = {row.key: row for row in former if not is_elsewhere(row)}
         # A time of another machine is no peer of this one's, and no roof above it.
-        if aside := [row for row in former if is_elsewhere(row)]:
-            path = folder / ELSEWHERE
-            kept = read_rows(path) if path.exists() else []
-            write_text(path, as_csv({row.key: row for row in (*kept, *aside)}.values()))
+        if others := {machine(row) for row in former} - {machine(SimpleNamespace(**environment()))}:
+            raise CommandError(f"{self.path} is of {others.pop()}: name another --out")
+        self.rows = {row.key: row for row in former}
         # Anew: the columns may have changed, and a crash may have torn the last line.
         write_text(self.path, as_csv(self.rows.values()))
         self._file: TextIO = self.path.open("a", encoding="utf-8", newline="")
-        if resume and self._trying.exists():  # a process of a former run ended at these
+        if self._trying.exists():  # a process of a former run ended at these
             note = "the process of a former run ended here"
             for key in self.missing(map(tuple, json.loads(self._trying.read_text()))):
                 self.append(Row(*key, status=TIMEOUT, note=note))
@@ -237,43 +191,28 @@ class Results:
         row = replace(row, **environment())
         self.rows[row.key] = row
         try:
-            self._file.write(as_line(row))
+            self._file.write(as_csv([row], header=False))
             self._file.flush()
         except OSError as error:
             with suppress(OSError):  # or Python says at its end that it cannot be
                 self._file.close()
             raise unwritten(self.path, error) from error
 
-    @contextmanager
-    def trying(self, keys: Iterable[Key]) -> Iterator[None]:
-        """These keys are at work: a process that ends inside leaves a note of them."""
-        self._at_work = list(keys)
-        self.note("")
-        yield
-        self.tried()
-
-    def note(self, provider: str) -> None:
-        """This provider is at work now; it alone is given up if the process ends."""
-        if self._at_work:
-            keys = [key for key in self._at_work if provider in ("", key[1])] or self._at_work
-            write_text(self._trying, json.dumps(keys))
+    def trying(self, keys: Sequence[Key]) -> None:
+        """These are at work now: a process that ends before `tried` leaves a note of them."""
+        write_text(self._trying, json.dumps(keys))
 
     def tried(self) -> None:
-        self._at_work = []
         self._trying.unlink(missing_ok=True)
 
-    def missing(self, rows: Iterable[Key]) -> list[Key]:
+    def missing(self, keys: Iterable[Key]) -> list[Key]:
         """Those keys that have no row yet, or one of ours that other sources have measured."""
-        return [key for key in rows if key not in self.rows or self._is_stale(self.rows[key])]
-
-    def has_given_up(self, key: Key) -> bool:
-        """Whether it ended a process, with the sources of today."""
-        row = self.rows.get(key)
-        return row is not None and row.status == TIMEOUT and not self._is_stale(row)
-
-    @staticmethod
-    def _is_stale(row: Row) -> bool:
-        return bool(row.sources) and row.is_ours and row.sources != environment()["sources"]
+        here = environment()["sources"]
+        return [
+            key
+            for key in keys
+            if (row := self.rows.get(key)) is None or (row.is_ours and row.sources != here)
+        ]
 
     def close(self) -> None:
         self._file.close()
@@ -290,22 +229,8 @@ def _first_line(*command: str, cwd: Path | None = None) -> str:
 
 def _commit() -> str:
     """By git; where only files have travelled, from the environment."""
-    here = Path(__file__).parent
-    if COMMIT in os.environ:
-        return os.environ[COMMIT]
-    commit = _first_line("git", "rev-parse", "--short=10", "HEAD", cwd=here)
-    if commit == "unknown":
-        return commit
-    changes = _first_line("git", "status", "--porcelain", "--", "../fastvit_kernels", cwd=here)
-    return commit if changes == "unknown" else f"{commit}+changes"  # no line: nothing changed
-
-
-def tuned_table_in_use() -> str:
-    """How many decisions the user's table makes on this GPU; "" for none."""
-    if not torch.cuda.is_available() or not HAS_TRITON:
-        return ""
-    found = tuned_table.load(gpu(torch.device("cuda", torch.cuda.current_device())))
-    return f"{len(found)} decisions" if found else ""
+    words = ("git", "describe", "--always", "--dirty=+changes", "--exclude=*", "--abbrev=10")
+    return os.environ.get(COMMIT) or _first_line(*words, cwd=Path(__file__).parent)
 
 
 @functools.lru_cache(maxsize=1)
@@ -323,31 +248,17 @@ def environment() -> dict[str, str]:
         triton=triton.__version__ if HAS_TRITON else "",
         commit=_commit(),
         sources=sources_hash(),
-        tuned=tuned_table_in_use(),
     )
 
 
-def machine(about: Mapping[str, Any]) -> str:
-    """What two times must have in common to be compared, of a row's fields."""
+def machine(row: Any) -> str:
+    """What two times must have in common to be compared."""
     names = ("driver", "torch", "triton")
-    return ", ".join([about["gpu"], *(f"{n} {about[n] or 'none'}" for n in names)])
+    return ", ".join([row.gpu, *(f"{n} {getattr(row, n) or 'none'}" for n in names)])
 
 
-def this_machine() -> str:
-    return machine(environment())
-
-
-def is_elsewhere(row: Row) -> bool:
-    """Whether another machine has measured it; an old row may not say."""
-    return bool(row.gpu) and machine(vars(row)) != this_machine()
-
-
-def conditions(rows: Iterable[Row]) -> str:
+def conditions(frame: Frame) -> str:
     """One line for a figure or a table: GPU and versions of its rows."""
-    seen = {
-        f"{machine(vars(r))}, commit {r.commit}"
-        + (f", sources {r.sources}" if r.sources else "")
-        + (f", tuned: {r.tuned}" if r.tuned else "")
-        for r in rows
-    }
-    return "; ".join(sorted(seen)) or "no rows"
+    seen = frame[["gpu", "driver", "torch", "triton", "commit", "sources"]].drop_duplicates()
+    told = (f"{machine(r)}, commit {r.commit}, sources {r.sources}" for r in seen.itertuples())
+    return "; ".join(sorted(told)) or "no rows"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isnan, nan
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from bench_stand_ins import (
 import fastvit_kernels as fk
 from bench import measure
 from bench.measure import COPY_BYTES, MATMUL_SIDE, measure_op
-from bench.ops import OPS, SEARCH, Draw, compiled, ours, plain
+from bench.ops import OPS, Draw, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
 
 
@@ -29,33 +30,22 @@ def test_every_provider_of_an_op_runs_and_is_right(name):
     shape = replace(TINY, variant="proj" if name == "linear" else "")
     if name == "varlen_attention":
         shape = replace(TINY, B=3, variant="spread")
-    absent = {"flash_attn", "compile", SEARCH}
-    names = {p.name for p in op.providers(shape, "fp32")} - absent
-    rows = list(measure_op(op, shape, "fp32", ("both",), tuple(names), bench()))
+    names = {p.name for p in op.providers(shape, "fp32") if p.installed and not p.compiled}
+    rows = list(measure_op(op, shape, "fp32", ("bwd",), tuple(names), bench()))
     by_name = {r.provider: r for r in rows}
     assert set(by_name) == names
-    no_backend = (
-        "sdpa-cudnn",
-        "sdpa-cudnn-unpacked",
-        "sdpa-efficient",
-    )  # which a CPU does not have
+    on_gpus = ("sdpa-cudnn", "sdpa-cudnn-unpacked", "sdpa-efficient", "torch-varlen")
     for row in rows:
-        if row.provider in no_backend:
+        if row.provider in on_gpus:
             assert row.status == ERROR
             continue
-        assert (row.status, row.note) == (OK, "")
+        assert (row.status, row.note) == (OK, "") and 0 <= row.error <= 1
         assert row.ms == 1.0 and row.graph_ms == 1.0 / op.rotated and row.speedup == 1.0
         assert row.peak_mib == 3.0
-        assert row.tflops == pytest.approx(op.rotated * op.flops(shape, "both") / 1e9)
-        assert row.gbps == pytest.approx(op.rotated * op.bytes(shape, "fp32", "both") / 1e6)
+        assert row.tflops == pytest.approx(op.rotated * op.flops(shape, "bwd") / 1e9)
+        assert row.gbps == pytest.approx(op.rotated * op.bytes(shape, "fp32", "bwd") / 1e6)
         assert row.roof_share > 0
     assert any(r.provider.startswith("ours") for r in rows)
-
-
-@pytest.mark.parametrize("dtype", ["amp", "bf16"])
-def test_layer_norm_in_low_precision(dtype):
-    rows = list(measure_op(OPS["layer_norm"], TINY, dtype, ("fwd",), ("ours",), bench()))
-    assert [(r.provider, r.status, r.note) for r in rows] == [("eager", OK, ""), ("ours", OK, "")]
 
 
 def with_provider(op, provider):
@@ -81,7 +71,7 @@ def test_the_gate_looks_at_every_gradient(name):
     learnt = [n for n, x in given.items() if x.requires_grad]
 
     def spoiled(argument):
-        right = op.reference(TINY, "fp32")
+        right = op.reference(TINY)
         return lambda **given: right(**{**given, argument: Scaled.apply(given[argument])})
 
     wrong = {f"wrong d{n}": plain(f"wrong d{n}", spoiled(n)) for n in learnt}
@@ -90,23 +80,24 @@ def test_the_gate_looks_at_every_gradient(name):
         failed = row.provider in wrong
         assert (row.status == FAILED) == failed, row
         assert not failed or row.note.startswith(f"2x rule: {row.provider.split()[1]}:")
-        assert not failed or row.speedup is None
+        assert isnan(row.ms) == failed and (row.error > 1) == failed
 
 
-def test_a_forward_alone_is_held_against_float64():
+def test_what_is_wrong_has_an_error_and_no_time():
     def wrong(x, weight, bias):
         return 1.01 * torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
 
-    op = with_provider(OPS["layer_norm"], plain("broken", wrong, backward=False))
+    op = with_provider(OPS["layer_norm"], plain("broken", wrong))
     rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("fwd",), ("broken",), bench())}
     assert rows["broken"].status == FAILED and rows["eager"].status == OK
-    assert rows["broken"].ms == 1.0 and rows["broken"].speedup is None
+    assert isnan(rows["broken"].ms + rows["broken"].speedup) and rows["broken"].error > 1
+    assert ": broken: FAILED 2x rule: " in rows["broken"].describe()
     peers_error = replace(rows["eager"], status=ERROR)
     assert bad_rows([*rows.values(), peers_error]) == [rows["broken"]]
 
 
 def test_a_mode_times_what_it_says(monkeypatch):
-    """fwd a forward, bwd a backward over one forward, both the two; every gradient is computed."""
+    """fwd a forward, bwd a backward over one forward; every gradient is computed."""
     given = {n: torch.ones(2, 3, requires_grad=True) for n in "ab"}
     given["frozen"] = torch.ones(3)
     seen = []
@@ -122,7 +113,6 @@ def test_a_mode_times_what_it_says(monkeypatch):
     for mode, prepared, timed in (
         ("fwd", [], ["forward"]),
         ("bwd", ["forward"], [("backward", 2, True)]),
-        ("both", [], ["forward", ("backward", 2, False)]),
     ):
         step = measure.step_of(function, given, [torch.ones(2, 3)], mode)
         state = step.prepare()
@@ -134,22 +124,22 @@ def test_a_mode_times_what_it_says(monkeypatch):
 
 
 def test_a_speedup_is_the_baselines_time_over_the_providers():
-    """By a graph's replay where both have one; none where either is wrong or was not compared."""
-    base, fast = Row("mlp", "eager", "", "", "", ms=3.0), Row("mlp", "ours", "", "", "", ms=2.0)
-    assert fast.with_speedup(base, True).speedup == 1.5
+    """By a graph's replay where both have one; none where either was not compared, or is wrong."""
+    base = Row("mlp", "eager", "", "", "", ms=3.0, error=0.5)
+    fast = replace(base, provider="ours", ms=2.0)
+    assert fast.with_speedup(base).speedup == 1.5
     replayed = replace(base, graph_ms=1.0), replace(fast, graph_ms=0.25)
-    assert replayed[1].with_speedup(replayed[0], True).speedup == 4.0
-    assert replayed[1].with_speedup(base, True).speedup == 1.5
-    assert fast.with_speedup(replayed[0], True).speedup == 1.5
-    for row, baseline, compared in (
-        (replace(fast, status=FAILED), base, True),
-        (fast, replace(base, status=FAILED), True),
-        (fast, base, False),
-        (fast, None, True),
-        (replace(fast, ms=None), base, True),
-        (fast, replace(base, ms=None), True),
+    assert replayed[1].with_speedup(replayed[0]).speedup == 4.0
+    assert replayed[1].with_speedup(base).speedup == 1.5
+    assert fast.with_speedup(replayed[0]).speedup == 1.5
+    for row, baseline in (
+        (replace(fast, error=nan), base),
+        (fast, replace(base, error=nan)),
+        (fast, None),
+        (replace(fast, ms=nan), base),
+        (fast, replace(base, ms=nan)),
     ):
-        assert row.with_speedup(baseline, compared).speedup is None
+        assert isnan(row.with_speedup(baseline).speedup)
 
 
 def test_what_took_pytorchs_path_is_not_ours():
@@ -159,8 +149,8 @@ def test_what_took_pytorchs_path_is_not_ours():
 
     op = with_provider(OPS["layer_norm"], ours("ours-fallen", falls_back))
     names = ("ours", "ours-fallen")
-    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("both",), names, bench())}
-    assert rows["ours-fallen"].status == FAILED and rows["ours-fallen"].speedup is None
+    rows = {r.provider: r for r in measure_op(op, TINY, "fp32", ("bwd",), names, bench())}
+    assert rows["ours-fallen"].status == FAILED and isnan(rows["ours-fallen"].speedup)
     assert "none of our kernels ran" in rows["ours-fallen"].note
     assert rows["ours"].status == rows["eager"].status == OK
 
@@ -170,57 +160,49 @@ def test_a_shape_too_large_for_the_oracle_is_measured_without_a_speedup(monkeypa
         raise torch.OutOfMemoryError("float64")
 
     monkeypatch.setattr(measure, "Reference", no_memory)
-    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("both",), ("eager",), bench()))
-    assert rows[0].ms == 1.0 and rows[0].speedup is None and "not compared" in rows[0].note
+    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("bwd",), ("eager",), bench()))
+    assert rows[0].ms == 1.0 and isnan(rows[0].speedup) and "not compared" in rows[0].note
 
 
 def measured_roofs(timer):
     return [measure.measure_roof(roof, CPU, timer) for roof in measure.planned_roofs()]
 
 
-class Throttling(FakeTimer):
-    """1 ms a call while the chip is cool, 2 ms after 1,200 calls."""
+class Warming(FakeTimer):
+    """2 ms a call while the chip is idle, 1 ms after 250 calls."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def sample(self, run, count, flush):
         self.calls += count
-        return [1.0 if self.calls <= 1200 else 2.0] * count
+        return [2.0 if self.calls <= 250 else 1.0] * count
 
 
-def test_roofs_are_measured_warm_and_where_they_settle():
+def test_roofs_are_measured_warm():
     assert COPY_BYTES == 2**30  # as docs/benchmarks.md says
     assert all(side % 256 == 0 for side in MATMUL_SIDE.values())  # whole tiles
-    timer = Throttling()
-    rows = {r.mode: r for r in measured_roofs(timer)}
-    # 500 ms warm-up and 30 samples each, then 2 s: half of them after the chip has slowed down
+    rows = {r.mode: r for r in measured_roofs(Warming())}
     assert rows["copy"].ms == rows["matmul"].ms == 1.0
-    assert rows["matmul, sustained"].ms == 2.0 and rows["matmul, sustained"].samples > 500
-    found = measure.Roofs.of(rows.values())
-    assert found.copy_gbps == pytest.approx(2 * 2**12 / 1e-3 / 1e9)
-    assert found.matmul_tflops == {"bf16": pytest.approx(2 * 8**3 / 1e-3 / 1e12)}
+    assert measure.roofs_of(rows.values()) == {
+        "copy": pytest.approx(2 * 2**12 / 1e-3 / 1e9),
+        "bf16": pytest.approx(2 * 8**3 / 1e-3 / 1e12),
+    }
 
 
-@pytest.mark.parametrize("method", ["sample", "capture"])
-def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch, method):
+def test_a_roof_that_cannot_be_had_has_a_row_that_says_why(monkeypatch):
     def fails(self, *arguments, **options):
-        raise RuntimeError("no graph")
+        raise RuntimeError("no copy")
 
-    monkeypatch.setattr(FakeTimer, method, fails)
-    rows = {r.mode: r for r in measured_roofs(FakeTimer())}
-    assert set(rows) == {"copy", "matmul", "matmul, sustained", "graph replay"}
-    for mode, row in rows.items():
-        wrong = method == "sample" or mode == "graph replay"
-        assert (row.status, row.note) == ((ERROR, "RuntimeError: no graph") if wrong else (OK, ""))
-    assert bool(measure.Roofs.of(list(rows.values())).copy_gbps) == (method == "capture")
+    monkeypatch.setattr(FakeTimer, "sample", fails)
+    rows = measured_roofs(FakeTimer())
+    assert {(r.status, r.note) for r in rows} == {(ERROR, "RuntimeError: no copy")}
+    assert measure.roofs_of(rows) == {}
 
 
 def test_shares_of_the_nearer_roof():
-    assert ROOFS.share(1.0, 1e3, 1e7, "fp32") == ("copy", pytest.approx(1.0))
-    assert ROOFS.share(2.0, 1e8, 1e2, "fp32") == ("matmul", pytest.approx(0.5))
-    assert ROOFS.share(1.0, 1.0, 1.0, "fp8") == ("", None)
+    assert measure.nearer_roof(ROOFS, 1.0, 1e3, 1e7, "fp32") == ("copy", pytest.approx(1.0))
+    assert measure.nearer_roof(ROOFS, 2.0, 1e8, 1e2, "fp32") == ("matmul", pytest.approx(0.5))
+    assert measure.nearer_roof(ROOFS, 1.0, 1.0, 1.0, "fp8")[0] == ""
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.compiles])
@@ -229,7 +211,7 @@ def test_what_a_compiler_is_given_is_one_graph(name, monkeypatch):
     op, shape = OPS[name], replace(TINY, variant="proj" if name == "linear" else "")
     with monkeypatch.context() as patch:
         patch.setattr("torch.compile", lambda function, **options: function)
-        made = [p.make() for p in op.providers(shape, "fp32") if p.compiled]
+        made = [p.make() for p in op.providers(shape, "fp32") if "compile" in p.name]
     reference, searched = made
     assert reference is searched
     given = op.inputs(shape, Draw(CPU, torch.float32))
@@ -259,8 +241,3 @@ def test_donated_buffers_are_off_for_timed_backwards_alone():
     with compiled("compile", lambda: torch.relu).context():
         assert autograd_config.donated_buffer is False
     assert autograd_config.donated_buffer == before
-
-
-def test_bytes_kept_are_those_of_a_forward():
-    rows = list(measure_op(OPS["layer_norm"], TINY, "fp32", ("fwd", "both"), ("ours",), bench()))
-    assert {(r.mode, r.kept_mib) for r in rows} == {("fwd", 2.0), ("both", None)}

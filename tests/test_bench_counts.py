@@ -12,17 +12,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.models import Case
-from bench.ops import OPS, TOWERS, VITS, Draw, Shape, vit, vits
+from bench.ops import OPS, VITS, Draw, Shape, batch, vits
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token
 SHAPE = Shape("odd", B=3, T=5, C=24, H=2, F=56, size=8, patch=4)
 VARIANTS = {
     "linear": ("proj", "fc1"),
-    "gated_mlp": ("packed", "separate", "norm"),
-    "varlen_attention": ("spread", "equal"),
-    "rms_norm": ("", "heads", "added"),
-    "rope": ("", "interleaved", "layer_norm", "learnt"),
+    "gated_mlp": ("packed", "separate"),
+    "varlen_attention": ("spread",),
+    "rope": ("", "interleaved", "layer_norm"),
 }
 CASES = [(name, variant) for name in OPS for variant in VARIANTS.get(name, ("",))]
 PRODUCTS = [(name, variant) for name, variant in CASES if name not in ("layer_norm", "rms_norm")]
@@ -43,7 +42,7 @@ def counted(op, shape):
     leaves = [x for x in inputs.values() if x is not None and x.requires_grad]
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
-            y = op.reference(shape, "fp32")(**inputs)
+            y = op.reference(shape)(**inputs)
         y = y if isinstance(y, tuple) else (y,)
         with FlopCounterMode(display=False) as backward:
             torch.autograd.grad(y, leaves, [torch.randn_like(x) for x in y])
@@ -55,12 +54,12 @@ def test_inputs_are_drawn_so_that_no_error_hides(name, variant):
     """None is constant; what comes out is neither so large nor so small that others drown in it."""
     op, shape = OPS[name], shape_of(name, variant)
     inputs = given(op, shape)
-    y = op.reference(shape, "fp32")(**inputs)
+    y = op.reference(shape)(**inputs)
     for x in inputs.values():
         assert x is None or x.numel() == 1 or x.unique().numel() > 1
     for x in y if isinstance(y, tuple) else (y,):
         assert 0.3 < x.std() < 2.5
-    norms = {"layer_norm": 4} if "rope" in name else {"norm": 2}  # weight and bias, of q and of k
+    norms = {"layer_norm": 4}  # weight and bias, of q and of k
     assert sum("norm_" in n for n in inputs) == norms.get(variant, 0)
     assert (inputs.get("layer_scale") is not None) == (variant == "proj")
 
@@ -76,13 +75,12 @@ def test_flops_are_those_of_the_products(name, variant):
     again = 2 * shape.C * sum(n * n for n in lengths) if "attention" in name else 0
     assert op.flops(shape, "fwd") == forward
     assert op.flops(shape, "bwd") == backward + again
-    assert op.flops(shape, "both") == forward + backward + again
 
 
 def sizes(op, shape, dtype):
     """Bytes by name, of the tensors themselves."""
-    inputs = given(op, shape, DTYPES.get(dtype, torch.float32))
-    y = op.reference(shape, dtype)(**inputs)
+    inputs = given(op, shape, DTYPES[dtype])
+    y = op.reference(shape)(**inputs)
     y = y[0] if isinstance(y, tuple) else y
     found = {n: x.numel() * x.element_size() for n, x in (*inputs.items(), ("y", y))}
     rows = given(op, shape)["qkv"].shape[0] if op.name == "varlen_attention" else shape.B * shape.T
@@ -94,26 +92,21 @@ def sizes(op, shape, dtype):
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "amp"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bytes_are_those_of_the_tensors(name, variant, dtype):
     op, shape = OPS[name], shape_of(name, variant)
-    if dtype not in op.dtypes:
-        return
     size, moved = sizes(op, shape, dtype), op.moved.get(variant) or op.moved[""]
     fwd, bwd = (
         sum(size.get(n) or size[n.removeprefix("d")] for n in names.split()) for names in moved
     )
-    assert [op.bytes(shape, dtype, m) for m in ("fwd", "bwd", "both")] == [fwd, bwd, fwd + bwd]
+    assert [op.bytes(shape, dtype, mode) for mode in ("fwd", "bwd")] == [fwd, bwd]
     assert min(op.flops(shape, "fwd"), op.flops(shape, "bwd")) > 0
 
 
 def test_shapes_of_vits():
-    # arXiv:2010.11929, table 1, and arXiv:2106.04560, table 2
-    assert VITS["L"] == (1024, 16, 4096) and VITS["g"] == (1408, 16, 6144)
-    of_ops = {f"{s.model}-{s.size}": (s.T, s.patch) for s in vits()}
-    assert of_ops["ViT-H-224"] == of_ops["ViT-g-224"] == (257, 14)
-    assert of_ops["ViT-B-518"] == (1370, 14) and of_ops["ViT-B-384"] == (577, 16)
-    assert vit("B", 384).B == 44  # 43.7: as near to 128 x 197 tokens as can be
+    assert VITS["L"] == (1024, 16, 4096)  # arXiv:2010.11929, table 1
+    assert {s.model: (s.T, s.patch) for s in vits()}["ViT-H"] == (257, 14)
+    assert batch(577) == 44  # 43.7: as near to 128 x 197 tokens as can be
 
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
@@ -125,23 +118,3 @@ def test_flops_of_a_whole_model_by_hand(mode):
     block = 2 * T * C * (4 * C + 2 * F) + 2 * 2 * T * T * C
     forward = 7 * (depth * block + 2 * (T - 1) * C * 3 * 16**2 + 2 * C * 1000)
     assert Case("Ti", 32, 7, mode=mode).flops == forward * (3 if mode == "train" else 1)
-
-
-@pytest.mark.parametrize(
-    ("tower", "name"),
-    [
-        ("EVA02-L", "eva02_large_patch14_224"),
-        ("EVA02-B", "eva02_base_patch14_224"),
-        ("DINOv2-g", "vit_giant_patch14_dinov2"),
-        ("DINOv3-H+", "vit_huge_plus_patch16_dinov3"),
-        ("AIMv2-L", "aimv2_large_patch14_224"),
-        ("DINOv3-7B", "vit_7b_patch16_dinov3"),
-    ],
-)
-def test_towers_of_gated_mlps_are_those_of_their_names(tower, name):
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        block = timm.create_model(name, img_size=28 if "14" in name else 32, depth=1).blocks[0]
-    _, C, H, F, _ = TOWERS[tower]
-    fc2 = block.mlp.fc2
-    assert (fc2.out_features, block.attn.num_heads, fc2.in_features) == (C, H, F)

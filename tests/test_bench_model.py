@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import isnan
 
 import pytest
 import torch
@@ -15,12 +16,10 @@ from bench_stand_ins import (
 )
 
 from bench import models as bench_models
-from bench.measure import model_errors, overall
 from bench.models import WAYS, Case, Runner, Way, build
 from bench.plan import Wanted, tasks
 from bench.rows import FAILED, OK
 from fastvit_kernels import get_backend, swap_out
-from fastvit_kernels.accuracy.accuracy import measure
 from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.measure import compare
 from fastvit_kernels.measure.turns import ROUNDS
@@ -32,12 +31,9 @@ def planned(**wanted):
 
 def test_one_model_takes_the_place_of_the_plans():
     found = planned(model="vit_mnist", batch=4, providers=("swapped", "compile"))
-    assert [task.keys for task in found] == [
-        (
-            ("vit", "eager", "vit_mnist-28-B4", "amp", "train"),
-            ("vit", "swapped", "vit_mnist-28-B4", "amp", "train"),
-        ),
-        (("vit", "compile", "vit_mnist-28-B4", "amp", "train"),),
+    assert [[key[1:] for key in task.keys] for task in found] == [
+        [(name, "vit_mnist-28-B4", "amp", "train") for name in names]
+        for names in (("eager", "swapped"), ("compile",))
     ]
     modes = planned(model="vit_mnist", dtypes=("bf16",), modes=("train", "infer"))
     assert {key[3:] for task in modes for key in task.keys} == {
@@ -67,14 +63,14 @@ def test_a_model_of_transformers_is_measured_and_compared(tmp_path):
         ("eager", OK, ""),
         ("swapped", OK, ""),
     ]
-    assert all(r.images_per_s == 2000.0 and r.flops == case.flops for r in rows)
+    assert all(r.images_per_s == 2000.0 for r in rows)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_our_own_model_is_held_against_its_pytorch_path(monkeypatch, swapped):
     runner = Runner(Case("vit_mnist", 8, 1, "bf16", "infer"), Way(swapped=swapped), CPU)
-    seen = []
-    monkeypatch.setattr(runner.model, "forward", lambda x: seen.append(get_backend()) or x)
+    seen, logits = [], torch.ones(1, 1000)
+    monkeypatch.setattr(runner.model, "forward", lambda x: seen.append(get_backend()) or logits)
     runner.step()
     assert seen == ["auto" if swapped else "torch"] and get_backend() == "auto"
 
@@ -93,16 +89,11 @@ def infer(tiny):
     return replace(tiny, mode="infer")
 
 
-class Kept(FakeTimer):
-    def memory_mib(self, run):
-        return 3.0, 2.0 if getattr(run(), "requires_grad", False) else 0.0
-
-
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_whole_models_run_and_pass_the_gate(tiny, mode):
     case = replace(tiny, mode=mode)
     names = ("swapped", "swapped+graph") if mode == "train" else ("swapped",)
-    rows = list(bench_models.measure_vit(case, names, bench(Kept())))
+    rows = list(bench_models.measure_vit(case, names, bench()))
     graphs = ("eager+graph",) if mode == "train" else ()  # what a graph is held against
     assert [(r.provider, r.status, r.note) for r in rows] == [
         (name, OK, "") for name in ("eager", *graphs, *names)
@@ -116,9 +107,7 @@ def test_whole_models_run_and_pass_the_gate(tiny, mode):
     if mode == "train":  # AdamW's two moments, and a step of each
         held += 2 * 2 * count + 4 * len(runner.parameters)
     assert {r.peak_mib for r in rows if "graph" not in r.provider} == {3.0 + held / 2**20}
-    assert {r.kept_mib for r in rows if "graph" not in r.provider} == {
-        2.0 if mode == "train" else None
-    }
+    assert all(isnan(r.peak_mib) for r in rows if "graph" in r.provider)
 
 
 class ByWay(FakeTimer):
@@ -197,19 +186,6 @@ def test_the_oracle_is_the_host_in_float64_with_the_weights_that_are_measured(ti
         torch.testing.assert_close(grad, p.grad)
 
 
-def test_the_vector_of_all_gradients_is_judged_as_one_tensor():
-    """But for its maximum's floor, which is the largest of the parts'."""
-    torch.manual_seed(0)
-    parts = [torch.randn(n, dtype=torch.float64) * scale for n, scale in ((4, 1.0), (9, 3.0))]
-    low = [x.bfloat16() for x in parts]
-    others = [x + 0.01 * torch.randn_like(x) for x in parts]
-    dtype = torch.bfloat16
-    each = [measure("", a, y, o, dtype) for a, y, o in zip(others, low, parts, strict=True)]
-    whole = measure("all", *(torch.cat(x) for x in (others, low, parts)), dtype)
-    found = overall("all", each, [4, 9])
-    assert vars(found) == pytest.approx(vars(whole))
-
-
 def test_no_gradient_of_a_host_is_nothing(tiny):
     """Of a head of zeros every other gradient would be right."""
     runner = Runner(tiny, Way(), CPU)
@@ -239,20 +215,12 @@ def test_the_gate_of_whole_models_looks_at_every_gradient(tiny, monkeypatch):
         model.blocks[0].norm2.bias.register_hook(lambda d: 1.5 * d)
 
     status, note, speedup = _spoiled(tiny, monkeypatch, spoil)
-    assert status == FAILED and "dblocks.0.norm2.bias" in note and speedup is None
-
-
-def test_a_gradient_that_a_model_lacks_counts_as_zeros():
-    whole, lacking = (bench_models.named(torch.ones(2), {"w": x}) for x in (torch.ones(3), None))
-    found = [e.name for e in model_errors(lacking, whole, whole) if not e.passed]
-    assert found == ["gradients", "dw"]
-    assert all(e.passed for e in model_errors(whole, whole, whole))
-    assert [e.name for e in model_errors(whole, whole, lacking)] == ["logits"]
+    assert status == FAILED and "dblocks.0.norm2.bias" in note and isnan(speedup)
 
 
 def test_a_swapped_model_that_runs_its_host_is_refused(tiny, monkeypatch):
     status, note, speedup = _spoiled(tiny, monkeypatch, swap_out)
-    assert status == FAILED and "none of our kernels ran" in note and speedup is None
+    assert status == FAILED and "none of our kernels ran" in note and isnan(speedup)
 
 
 @pytest.mark.parametrize("name", ["eager", "swapped", "swapped-low"])
@@ -287,14 +255,14 @@ def test_a_graph_is_judged_by_what_its_replay_writes(infer):
 
     *_, row = bench_models.measure_vit(infer, ("swapped+graph",), bench(Empty()))
     assert row.provider == "swapped+graph" and row.status == FAILED
-    assert "logits" in row.note and row.speedup is None
+    assert "logits" in row.note and isnan(row.speedup)
 
 
 def test_dropped_samples_are_measured_without_the_gate(tiny):
     case = replace(tiny, drop_path=0.4)
     rows = list(bench_models.measure_vit(case, ("swapped", "swapped-skip"), bench()))
     assert [r.shape for r in rows] == ["timm-ViT-tiny-16-B2-drop0.4"] * 3
-    assert all(r.ms == 1.0 and r.speedup is None for r in rows)
+    assert all(r.ms == 1.0 and isnan(r.speedup) for r in rows)
     assert all("dropped samples are random" in r.note for r in rows)
     model = build(replace(case, model="Ti"), torch.device("meta"))
     assert max(getattr(m, "drop_prob", None) or 0.0 for m in model.modules()) > 0.39

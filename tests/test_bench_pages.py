@@ -1,125 +1,96 @@
-"""Pictures, comparison and pages from rows that mean nothing."""
+"""The picture, tables and pages from rows that mean nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from bench import report
 from bench.__main__ import main
-from bench.rows import ERROR, FAILED, Row, as_csv, read_rows
+from bench.rows import ERROR, FAILED, NAN, Row, as_csv, read_rows
 
 
-def test_plots_are_drawn_from_the_csv(tmp_path, capsys):
+def frame(*rows):
+    return pd.DataFrame(list(rows))
+
+
+def test_the_picture_is_drawn_from_the_csv(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     found = read_rows(report.COMMITTED / "h100-80gb-hbm3")
     (tmp_path / "results.csv").write_text(as_csv(found))
     assert main(["plot", str(tmp_path)]) == 0
-    names = {"attention.png", "vit.png"}
-    assert {p.name for p in tmp_path.glob("*.png")} == names
-    assert all((tmp_path / name).stat().st_size > 20_000 for name in names)
-    assert len(list(tmp_path.iterdir())) == 4
-    summary = (tmp_path / "summary.md").read_text()
-    assert "NVIDIA H100" in summary
+    assert (tmp_path / "attention.png").stat().st_size > 20_000
+    assert len(list(tmp_path.iterdir())) == 3
+    assert "NVIDIA H100" in (tmp_path / "summary.md").read_text()
     assert "drawn" in capsys.readouterr().out
 
 
-def test_failed_competitors_are_drawn_hollow(tmp_path):
-    """A picture without them would say that nobody else had tried."""
-    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    eager = Row("vit", "eager", "ViT", "amp", "train", ms=1.0)
-    steps = report._steps([eager, replace(eager, provider="compile", status=FAILED)])
-    report._bars(axes, steps, *report.PANELS[0])
-    assert [bar.get_facecolor()[3] for bar in axes.patches] == [1.0, 0.0]
-
-
-def test_bars_are_of_the_models_that_most_have_measured():
-    step = Row("vit", "eager", "", "amp", "train", ms=1.0)
-    rows = [replace(step, shape=f"{i}") for i in range(report.MOST_CASES + 2)]
-    rows += [replace(rows[-1], provider="compile-max-autotune")]
-    kept = report._most_compared(rows)
-    assert kept == [*rows[: report.MOST_CASES - 1], *rows[-2:]]
-
-
-# --- words
-
-
 def test_what_is_wrong_or_was_not_measured_is_said():
-    row = Row("mlp", "ours", "a", "bf16", "both", ms=4.0, graph_ms=3.0)
-    wrong = replace(row, provider="ours-wrong", graph_ms=0.1, status=FAILED, speedup=9.0)
-    case, told = "mlp a bf16 both", "FAILED: ours-wrong"
-    assert report.case_lines([row, wrong]) == [[case, "", "", "3 ours", "", "", "", told]]
-    assert report.case_lines([wrong]) == [[case, *[""] * 6, told]]  # no speed-up of what is wrong
-    assert not report.case_lines([replace(row, ms=None, graph_ms=None, status=ERROR)])
-    roof = Row("roof", "eager", "1 element", "fp32", "graph replay", status=ERROR, note="no graph")
-    line = "| roof | 1 element | fp32 | graph replay | eager | error: no graph |"
-    assert line in report.tables([roof])
+    row = Row("mlp", "ours", "a", "bf16", "bwd", ms=4.0, graph_ms=3.0)
+    wrong = replace(row, provider="ours-wrong", ms=NAN, status=FAILED)
+    error = replace(row, provider="sdpa", ms=NAN, status=ERROR, note="no kernel")
+    case = "mlp a bf16 bwd"
+    for rows, ours in ((frame(row, wrong, error), "ours 3"), (frame(wrong), "")):
+        assert [[case, "", ours, "", "", "", "ours-wrong"]] == report.op_table(rows).values.tolist()
 
 
-# --- pictures
+def test_peers_stand_next_to_ours_with_their_speed_over_eager():
+    eager = Row("rope", "eager", "a", "bf16", "fwd", ms=4.0, speedup=1.0)
+    ours = replace(eager, provider="ours", ms=1.0, speedup=4.0, roof="copy", roof_share=0.5)
+    peer = replace(eager, provider="compile", ms=2.0, speedup=2.0)
+    found = report.op_table(frame(eager, replace(ours, provider="ours-b", ms=9.0), peer, ours))
+    (line,) = found.values.tolist()
+    assert line[1:4] == ["4", "ours 1 (4.00x)", "50% copy"] and line[5] == "compile 2 (2.00x)"
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures instead of files."""
-    pytest.importorskip("matplotlib")
-    found = []
-    monkeypatch.setattr(report, "_save", lambda figure, path: found.append(figure) or path)
-    return found
+def test_every_way_of_a_model_has_a_line():
+    step = Row("vit", "eager", "ViT", "amp", "train", ms=2.0, speedup=1.0, peak_mib=2048.0)
+    wrong = replace(step, provider="compile", ms=NAN, status=FAILED, note="2x rule")
+    table = report.model_table(frame(step, replace(step, provider="swapped", ms=1.0), wrong))
+    assert table.way.tolist() == ["eager", "swapped", "compile"]
+    assert table.ms.tolist() == ["2", "1", ""] and table["peak MiB"].tolist()[0] == "2,048"
+    assert table.FAILED.tolist() == ["", "", "2x rule"]
 
 
-def heights(axes):
-    return sorted(round(bar.get_height(), 6) for bar in axes.patches)
+def test_attention_is_drawn_over_the_best_peer():
+    """One line a head dim; what is wrong is nobody's best."""
 
-
-def test_the_picture_of_models_is_in_its_units(drawn, tmp_path):
-    row = Row("vit", "eager", "a", "amp", "train", ms=2.0, peak_mib=2048.0, kept_mib=1024.0)
-    rows = [row, replace(row, mode="infer", peak_mib=9.0)]
-    report.draw_vit(rows, tmp_path)
-    labels = [(axes.get_ylabel(), heights(axes)) for axes in drawn[0].axes]
-    assert all(line.get_visible() for axes in drawn[0].axes for line in axes.get_ygridlines())
-    assert labels == [("eager's time / this one's", [1.0, 1.0]), ("GiB", [2.0]), ("GiB", [1.0])]
-
-
-def test_what_was_not_measured_has_no_figure(drawn, tmp_path):
-    row = Row("vit", "eager", "a", "amp", "train", ms=2.0)
-    rows = [row, replace(row, provider="compile", ms=1.0), replace(row, shape="b")]
-    report.draw_vit(rows, tmp_path)
-    (axes,) = drawn[0].axes
-    assert sorted(text.get_text() for text in axes.texts) == ["", "1.00", "1.00", "2.00"]
-
-
-def test_attention_is_drawn_over_the_best_sdpa(drawn, tmp_path):
-    """One line a head dim; like with like; what broke the 2x rule is a peer, and is not ours."""
-
-    def row(provider, T, ms, C=768, **fields):
+    def row(provider, T, speedup, C=768, **fields):
         shape = f"sweep-B1-T{T}-C{C}-H12"
-        return Row("attention", provider, shape, "bf16", "fwd", T=T, ms=ms, **fields)
+        fields = {"ms": 1.0, **fields}
+        return Row("attention", provider, shape, "bf16", "fwd", T=T, speedup=speedup, **fields)
 
-    rows = [
-        row("ours", 197, 2.0, graph_ms=1.0),
-        row("ours-split", 197, 1.0, status=FAILED),
-        row("sdpa-flash", 197, 9.0, graph_ms=1.5, status=FAILED),
-        row("sdpa-math", 197, 0.1),
-        row("sdpa-cudnn-unpacked", 197, 3.0, graph_ms=2.0),
-        row("eager", 197, 0.1),
-        row("ours", 577, 1.0),
-        row("sdpa-flash", 577, 0.6),
-        row("sdpa-cudnn-unpacked", 577, 0.5),
-        row("ours", 197, 1.0, C=384),
-        row("sdpa-flash", 197, 3.0, C=384),
-        row("ours", 50, 1.0),
-    ]
-    assert report.over_best_sdpa(rows, "fwd") == {64: {197: 1.5, 577: 0.5}, 32: {197: 3.0}}
-    report.draw_attention(rows, tmp_path)
-    forward, backward = drawn[0].axes
-    ours = ["ours, head dim 32", "ours, head dim 64"]
-    assert [line.get_label() for line in forward.get_lines()[:2]] == ours
-    assert list(forward.get_lines()[1].get_ydata()) == [1.5, 0.5]
-    assert len(backward.get_lines()) == 1 and forward.get_ylim()[1] > 3.0  # all is inside
-    (legend,) = drawn[0].legends  # one for both
-    assert [text.get_text() for text in legend.get_texts()] == [*ours, "best SDPA backend"]
-    assert drawn[0].get_figwidth() * report.DPI <= 1000
+    found = report.over_best_peer(
+        frame(
+            row("ours", 197, 3.0),
+            row("ours-split", 197, 9.0, status=FAILED),
+            row("sdpa-flash", 197, 1.0),
+            row("flex", 197, 2.0),
+            row("eager", 197, 9.0),
+            row("ours", 577, 0.5),
+            row("sdpa-cudnn-unpacked", 577, 1.0),
+            row("ours", 197, 3.0, C=384),
+            row("sdpa-flash", 197, 1.0, C=384),
+            row("ours", 50, 1.0),
+        )
+    )
+    points = {(line["D"], line["T"]): line["ratio"] for _, line in found.iterrows()}
+    assert points == {(64, 197): 1.5, (64, 577): 0.5, (32, 197): 3.0}
+
+
+def test_pages_have_no_figure_of_what_ran_on_no_gpu(tmp_path):
+    step = Row("vit", "eager", "timm-ViT-B-224-B256", "amp", "train", ms=2.0, peak_mib=2048.0)
+    rows = [step, replace(step, provider="swapped", images_per_s=2500.0)]
+    (tmp_path / "a").mkdir()
+    docs, front = tmp_path / "docs.md", tmp_path / "front.md"
+    for gpu, shown in (("H200", True), ("no GPU, x86 CPU", False)):
+        (tmp_path / "a" / "results.csv").write_text(as_csv(replace(r, gpu=gpu) for r in rows))
+        for page in (docs, front):
+            page.write_text(f"{report.START}{report.END}")
+        report.write_docs(docs, tmp_path, front)
+        assert ("### a" in docs.read_text()) == ("| 2,500 | 2.0 |" in front.read_text()) == shown
 
 
 def test_the_committed_page_is_the_generated_one(tmp_path):

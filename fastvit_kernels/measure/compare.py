@@ -208,7 +208,7 @@ class Race:
                 losses += [made.run().double().cpu() for _ in range(1, self.steps)]
                 made.losses = torch.stack(losses)
             made.kernels = bool(choices)
-            made.peak_mib, _ = self.timer.memory_mib(made.run)
+            made.peak_mib = self.timer.peak_mib(made.run)
             made.times = self.timer.sample(made.run, 2, False)
             made.host_ms = host_ms(made.run, next(model.parameters()).device)
         except Exception as error:

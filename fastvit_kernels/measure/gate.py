@@ -1,18 +1,19 @@
 """No speed-up without right numbers: outputs and every gradient against float64 by the 2x rule.
 
-An op is held against its specification on the very inputs that are timed (`judge_op`), a model
-against its host (model_errors.py).
+An op is held against its specification on the very inputs that are timed, a model against its host
+(model_errors.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from ..accuracy.accuracy import Error, Reference, measure
+from ..accuracy.accuracy import Error
 from ..runtime.configs import recording
 from .timer import Timer
 
@@ -20,10 +21,14 @@ OK, FAILED, ERROR, MEMORY = "ok", "FAILED", "error", "out of memory"
 
 
 class Outcome(NamedTuple):
-    """What became of a contender: a status, and why."""
+    """What became of a contender: a status, why, and its error.
+
+    error: the largest of its tensors' against float64, as a share of what the 2x rule allows.
+    """
 
     status: str = OK
     note: str = ""
+    error: float = math.nan
 
 
 def failure(error: Exception, timer: Timer) -> Outcome:
@@ -43,10 +48,11 @@ def failure(error: Exception, timer: Timer) -> Outcome:
 
 def verdict(errors: Sequence[Error]) -> Outcome:
     failed = [e for e in errors if not e.passed]
+    error = max((e.share for e in errors), default=math.nan)
     if not failed:
-        return Outcome()
+        return Outcome(error=error)
     worst = "; ".join(str(e).removesuffix("  FAILED") for e in failed[:2])
-    return Outcome(FAILED, f"2x rule: {worst}")
+    return Outcome(FAILED, f"2x rule: {worst}", error)
 
 
 def judging(judge: Callable[[], Outcome], timer: Timer) -> Outcome:
@@ -66,12 +72,3 @@ def judged(context: AbstractContextManager[Any], ours: bool) -> Iterator[None]:
     with context, recording() as choices:
         yield
     assert choices or not ours, "it took PyTorch's path: none of our kernels ran"
-
-
-def judge_op(function: Callable[..., Any], reference: Reference, backward: bool = True) -> Outcome:
-    """Whether the function's output and, with a backward, every gradient keep the 2x rule."""
-    if backward:
-        return verdict(reference.errors(function))
-    out = function(**reference.inputs)
-    yardstick, oracle = reference.yardstick[0], reference.oracle[0]
-    return verdict([measure("out", out, yardstick, oracle, out.dtype)])

@@ -74,9 +74,9 @@ class Timer:
         """A replay of the step's kernels. Raises: RuntimeError if they cannot be captured."""
         raise RuntimeError("a CPU has no graphs to capture")
 
-    def memory_mib(self, run: Callable[[], Any]) -> tuple[float | None, float | None]:
-        """What one run takes at its peak, and what its result keeps: above what was there."""
-        return None, None
+    def peak_mib(self, run: Callable[[], Any]) -> float | None:
+        """What one run takes at its peak, above what was there; None on a CPU."""
+        return None
 
     def clear(self) -> None:
         """Free memory that nothing refers to. Raises: DeviceLost if the GPU is gone."""
@@ -138,15 +138,13 @@ class CudaTimer(Timer):
         fresh.manual_seed(generator.initial_seed())
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
-    def memory_mib(self, run: Callable[[], Any]) -> tuple[float, float]:
+    def peak_mib(self, run: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        result = run()
+        run()
         torch.cuda.synchronize()
-        peak, after = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        del result
-        return (peak - before) / MIB, (after - before) / MIB
+        return (torch.cuda.max_memory_allocated() - before) / MIB
 
     def clear(self) -> None:
         gc.collect()

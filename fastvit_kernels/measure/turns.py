@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .gate import FAILED, OK, Outcome, failure
+from .gate import OK, Outcome, failure
 from .timer import Timer, samples_in, spread
 
 ROUNDS = 5  # how often the contenders take turns
@@ -39,9 +39,9 @@ class Contender:
     graph_times: list[float] = field(default_factory=list)
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it runs, if with wrong numbers."""
-        return self.outcome.status in (OK, FAILED)
+    def is_right(self) -> bool:
+        """Whether it runs, with right numbers: nothing else is timed."""
+        return self.outcome.status == OK
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def take_turns(
     Raises: DeviceLost.
     """
     for c in [c for _ in range(rounds) for c in contenders]:
-        if not c.is_alive:
+        if not c.is_right:
             continue
         at_work(c.name)
         with attempt(c, timer):
@@ -92,7 +92,7 @@ def time_together(
     """Time in turns those that run well, for so many ms in all; at most so many samples of each in
     a turn, at least one. Former times are left out; a contender without any runs twice first."""
     take_turns([c for c in contenders if not c.times], timer, flush=flush, rounds=2)
-    right = [c for c in contenders if c.outcome.status == OK]
+    right = [c for c in contenders if c.is_right]
     for c in right:
         c.count, c.times = samples_in(ms / (len(right) * ROUNDS), c.times[-1], 1, most), []
     take_turns(right, timer, flush=flush, at_work=at_work)

@@ -49,8 +49,9 @@ MISTAKES = {
     "attention-maps photo.png --weights mnist.pth --option depth": "must be NAME=VALUE, got depth",
     "bench attention --mode train": "invalid choice: 'train' (choose from",
     "bench vit --batch 3": "--batch and --img-size need --model",
-    "bench vit --model vit_mnist --mode fwd": "--mode train or infer, got fwd",
-    "bench vit --model vit_mnist --dtype fp32": "--dtype amp or bf16 and",
+    "bench": "arguments are required: COMMAND",
+    "bench vit --mode fwd": "invalid choice: 'fwd' (choose from",
+    "bench vit --dtype fp32": "invalid choice: 'fp32' (choose from",
     # this machine
     "tune": "by measuring them on a GPU: none on cpu",
     "bench quick": "torch sees no GPU, so nothing was run",

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from bench import measure, models, ops
-from bench.measure import Bench, Roofs
+from bench.measure import Bench
 from bench.plan import Task
 from bench.rows import Row
 from fastvit_kernels.measure.timer import Step, Timer
 
 CPU = torch.device("cpu")
 TINY = ops.Shape("tiny", B=1, T=5, C=16, H=2, F=32, size=8, patch=4)
-ROOFS = Roofs(10.0, {"fp32": 0.1, "bf16": 0.1})
+ROOFS = {"copy": 10.0, "fp32": 0.1, "bf16": 0.1}
 
 
 class FakeTimer(Timer):
@@ -33,9 +33,9 @@ class FakeTimer(Timer):
         step.run(state)
         return lambda: step.run(state)
 
-    def memory_mib(self, run):
+    def peak_mib(self, run):
         run()
-        return 3.0, 2.0
+        return 3.0
 
     def clear(self):
         pass
@@ -69,12 +69,12 @@ def few_rounds(monkeypatch):
     monkeypatch.setitem(models.PLAIN, "tiny", "bench_stand_ins:tiny_vit")
 
 
-def stub_task(name, seconds=1.0, providers=("eager", "ours"), calls=None, run=None):
+def stub_task(name, providers=("eager", "ours"), calls=None, run=None):
     def default(names, bench):
         if calls is not None:
             calls.append((name, tuple(names)))
         for provider in dict.fromkeys(("eager", *names)):
-            yield Row("mlp", provider, name, "bf16", "both", ms=1.0)
+            yield Row("mlp", provider, name, "bf16", "bwd", ms=1.0)
 
-    keys = tuple(("mlp", p, name, "bf16", "both") for p in providers)
-    return Task(0, seconds, name, keys, run or default)
+    keys = tuple(("mlp", p, name, "bf16", "bwd") for p in providers)
+    return Task((0, 0), name, keys, run or default)
