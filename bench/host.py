@@ -79,17 +79,13 @@ def case_of(op: Op, device: torch.device) -> Case:
 
 def cases(device: torch.device) -> Iterator[tuple[str, Case]]:
     """timm's ViT of 12 layers with one image of five tokens, if timm is here, then every op."""
-    if find_spec("timm") is not None:
-        yield from ((f"ViT, 12 layers of {width}", _vit(width, device)) for width in WIDTHS)
+    for width in WIDTHS if find_spec("timm") else ():
+        sizes = dict(num_classes=10, img_size=32, embed_dim=width, num_heads=width // 32)
+        eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
+        ours, image = copy.deepcopy(eager), torch.randn(1, 3, 32, 32, device=device)
+        fk.swap_in(ours)
+        yield f"ViT, 12 layers of {width}", Case({"x": image}, ours, eager, calls=4)
     yield from ((name, case_of(op, device)) for name, op in OPS.items())
-
-
-def _vit(width: int, device: torch.device) -> Case:
-    sizes = dict(num_classes=10, img_size=32, embed_dim=width, num_heads=width // 32)
-    eager: Any = build_model("timm:vit_tiny_patch16_224", **sizes).to(device)
-    ours = copy.deepcopy(eager)
-    fk.swap_in(ours)
-    return Case({"x": torch.randn(1, 3, 32, 32, device=device)}, ours, eager, calls=4)
 
 
 class _Compiled:
@@ -163,6 +159,7 @@ def frames(call: Callable[[], Any]) -> int:
 def measure(device: torch.device) -> pd.DataFrame:
     """Medians by op: forward and backward of ours and of PyTorch's, in turns, and our frames."""
     way, rows = way_of(device), {}
+    torch.set_num_threads(1)
     for name, case in cases(device):
 
         def timed(run: Callable[[Any], Any], function: Any, context: Any, case: Case) -> float:
@@ -185,10 +182,5 @@ def measure(device: torch.device) -> pd.DataFrame:
 
 
 def run(device: torch.device) -> int:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        print(measure(device).to_string(float_format="{:.1f}".format))
-    finally:
-        torch.set_num_threads(threads)
+    print(measure(device).to_string(float_format="{:.1f}".format))
     return 0

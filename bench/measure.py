@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.ops import BASELINE, Draw, Function, Inputs, Op, Provider, Shape
+from bench.ops import BASELINE, Function, Inputs, Op, Provider, Shape
 from bench.rows import OK, ROOF, Row
 from fastvit_kernels.accuracy.accuracy import Reference, convolutions_like_matmuls
+from fastvit_kernels.accuracy.op import Draw
 from fastvit_kernels.measure.gate import Outcome, failure, judged, verdict
 from fastvit_kernels.measure.timer import Step, Timer, samples_in, spread
 from fastvit_kernels.measure.turns import Contender, attempt, take_turns
@@ -210,7 +211,7 @@ def measure_op(
             with attempt(entry, bench.timer):  # a peer of another version may raise
                 entry.function = entry.provider.make()
         try:
-            inputs = op.inputs(shape, Draw(bench.device, DTYPES[dtype]))
+            inputs = op.inputs(shape, Draw(bench.device, DTYPES[dtype], bench.device))
             upstream = _compare(op.reference(shape), inputs, entries, bench)
             bench.timer.clear()
         except Exception as error:

@@ -168,11 +168,7 @@ class Runner(compare.Runner):
 
         def run(_: Any) -> Tensor:
             self.model.zero_grad(set_to_none=True)
-            with torch.set_grad_enabled(self.trains):
-                loss = self.loss()
-            if self.trains:
-                loss.backward()
-            return loss.detach()
+            return self.gradients().detach()
 
         replay = timer.capture(Step(lambda: None, run))
         return (lambda: (replay(), self.optimizer.step())) if self.trains else replay

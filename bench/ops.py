@@ -1,8 +1,8 @@
 """What is measured of each op: shapes, providers, FLOP and bytes. The rest is in its entry of
 fastvit_kernels/accuracy: the function, its specification, its tensors.
 
-A provider is a function of an op's inputs by keyword, with the context that forces its route; or
-the reason why it is not here. FLOP and bytes are those of the mathematics: what any implementation
+A provider is a function of an op's inputs by keyword, with the context that forces its route. FLOP
+and bytes are those of the mathematics: what any implementation
 must do and move at least, every operand read once and every result written once. Each count is of
 (forward, backward).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastvit_kernels as fk
 from fastvit_kernels.accuracy import cases, op
+from fastvit_kernels.accuracy.op import Draw
 from fastvit_kernels.ops.attention.configs import (
     BWD_TABLE,
     FUSED_DQ,
@@ -123,11 +125,10 @@ def token_sweep() -> Iterator[Shape]:
     return (Shape("sweep-T", batch(T), T, C, H, F) for T in T_SWEEP)
 
 
-def head_sweep(*tokens: int) -> Iterator[Shape]:
-    """D in 32, 80, 96, 128 at each T; 64 is ViT-B's own."""
-    for D, H in D_SWEEP:
-        for T in tokens:
-            yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H)
+def head_sweep() -> Iterator[Shape]:
+    """D in 32, 80, 96, 128; 64 is ViT-B's own."""
+    for (D, H), T in itertools.product(D_SWEEP, (197, 577, 1025)):
+        yield Shape(f"sweep-D{D}", batch(T), T, D * H, H, 4 * D * H)
 
 
 def lengths(shape: Shape) -> list[int]:
@@ -224,18 +225,6 @@ def sdpa_unpacked() -> list[Provider]:
 
 
 # --- an op
-
-
-class Draw(op.Draw):
-    """Random tensors, the same at every run; the device draws them itself."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype):
-        super().__init__(device, dtype)
-        self.generator = torch.Generator(device).manual_seed(0)
-
-    def __call__(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        x = torch.randn(*shape, generator=self.generator, device=self.device) * scale
-        return x.to(self.dtype).requires_grad_(grad)
 
 
 @dataclass(frozen=True)
@@ -456,7 +445,7 @@ OPS = {
         Op(
             # forward mean 1, centre 1, squares 2, scale 1, affine 2; backward likewise
             "layer_norm",
-            lambda: (*vits(), *head_sweep(197)),
+            vits,
             lambda s: _elements(s, 7, 13),
             {"": ("x y mean rstd", "dy x dx mean rstd")},
             usual=lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, EPS),
@@ -503,7 +492,7 @@ OPS = {
         ),
         Op(
             "attention",
-            lambda: (*vits(), *token_sweep(), *head_sweep(197, 577, 1025)),
+            lambda: (*vits(), *token_sweep(), *head_sweep()),
             _attention,
             {"": _QKV},
             _attention_peers,

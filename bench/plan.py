@@ -128,28 +128,23 @@ GROUPS = (  # (tiers later, ways of whole models)
 SKIPPING = ((0, (*GROUPS[0][1][:-1], "swapped-skip", "swapped-skip+graph")),)
 
 
-def vit_cases(wanted: Wanted) -> Iterator[Case]:
-    """The plan's, or those of the model that was asked for by name, which by default trains under
+def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
+    """Of the plan's models, or of the one that was asked for by name, which by default trains under
     autocast.
 
     Raises: CommandError for a name or a size that cannot be had.
     """
-    if not wanted.model:
-        yield from (case for case in CASES if case.mode in (wanted.modes or (case.mode,)))
-        return
-    for dtype, mode in itertools.product(wanted.dtypes or ("amp",), wanted.modes or ("train",)):
-        case = Case(wanted.model, wanted.img_size, wanted.batch, dtype, mode)
+    cases: Iterable[Case] = CASES
+    if wanted.model:
+        steps = itertools.product(wanted.dtypes or ("amp",), wanted.modes or ("train",))
+        cases = [Case(wanted.model, wanted.img_size, wanted.batch, *step) for step in steps]
         with refusing(f"--model {wanted.model}", RuntimeError):
-            _ = case.flops  # a forward without weights
-        yield case
-
-
-def _vit_tasks(wanted: Wanted) -> Iterator[Task]:
-    if not wanted.model and importlib.util.find_spec("timm") is None:
+            _ = cases[0].flops  # a forward without weights
+    elif importlib.util.find_spec("timm") is None:
         wanted.say("whole models are not measured: timm is not installed")
         return
-    for case in vit_cases(wanted):
-        if not wanted.case(case.id, case.dtype):
+    for case in cases:
+        if not wanted.case(case.id, case.dtype) or case.mode not in (wanted.modes or STEPS):
             continue
         for later, ways in SKIPPING if case.drop_path else GROUPS:
             keys = ((VIT, n, case.id, case.dtype, case.mode) for n in ways if wanted.provider(n))

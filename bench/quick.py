@@ -25,13 +25,14 @@ from bench import report
 from bench.rows import RESULTS, TRYING, bad_rows, environment, read_results, read_rows
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, aligned, term_interrupts
+from fastvit_kernels.commands.console import CommandError, term_interrupts
 from tests.check.isolated import python
 from tests.check.results_cache import ResultsCache
 
 LOG, CHECKED = "log.txt", "check.jsonl"
 SECONDS, LEAST, RESERVE = 600.0, 10, 8.0  # reserve: for the table at the end
 KILL_S = 6.0  # from SIGTERM to SIGKILL
+MOST_LINES = 12  # of what is wrong
 FINISHED = (0, 1)  # exit statuses of a command that has done all it was told to; 1: with failures
 
 
@@ -121,7 +122,7 @@ def run_stages(
         while trying:
             left = seconds - (time.monotonic() - started)
             if left < LEAST / 2:
-                wrong.append(f"stage {stage.name}: no time was left")
+                print(f"== {stage.name}: not done: no time was left")
                 return
             status = run_stage(stage, limits(stages[i:], left)[0], places, folder / LOG)
             trying = status is not None and (folder / TRYING).exists()
@@ -153,11 +154,9 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
     places = {"out": str(folder), "jobs": max(1, (os.cpu_count() or 1) - 2)}
     seconds = arguments.seconds - RESERVE
     if arguments.dry_run:
-        lines = [("stage", "s", "what", "command")]
         for stage, limit in zip(stages, limits(stages, seconds), strict=True):
-            words = stage.words({**places, "seconds": f"{limit:.0f}"})[1:]
-            lines.append((stage.name, f"{limit:.0f}", stage.why, " ".join(("python", *words))))
-        print(aligned(lines))
+            words = " ".join(stage.words({**places, "seconds": f"{limit:.0f}"})[1:])
+            print(f"{stage.name:6} {limit:3.0f} s: {stage.why}\n             python {words}")
         return 0
     if not has_gpu:
         raise CommandError("torch sees no GPU, so nothing was run; --dry-run lists the stages")
@@ -176,6 +175,6 @@ def run(arguments: argparse.Namespace, has_gpu: bool, stages: Sequence[Stage] = 
         report.show(read_results(folder))
     wrong += faults(folder)
     print(f"WRONG: {len(wrong)}" if wrong else "nothing wrong in what ran")
-    print(*(f"  {line}"[:200] for line in wrong), sep="\n")
+    print(*(f"  {line}"[:200] for line in wrong[:MOST_LINES]), sep="\n")
     print(f"what each stage said: {folder / LOG}; --resume goes on")
     return status or int(bool(wrong))

@@ -15,7 +15,7 @@ import pandas as pd
 
 from bench.models import VIT
 from bench.ops import BASELINE
-from bench.rows import FAILED, OK, OURS, RESULTS, ROOF, Frame, conditions, read_results
+from bench.rows import FAILED, OK, OURS, RESULTS, ROOF, Frame, Row, conditions, read_results
 from fastvit_kernels.commands.console import CommandError, require
 from fastvit_kernels.runtime.files import write_atomically, write_text
 
@@ -84,15 +84,6 @@ def model_table(frame: Frame) -> Frame:
     return pd.DataFrame(table).sort_values("model")
 
 
-def roof_line(frame: Frame) -> str:
-    found = [
-        f"{r.mode} of {r.shape} {r.dtype} "
-        + (text(r.gbps, "{:.4g} GB/s") + text(r.tflops, "{:.4g} TFLOP/s") or f"{r.ms:.4g} ms")
-        for r in timed(frame[frame.op == ROOF]).itertuples()
-    ]
-    return f"Roofs: {'; '.join(found) or 'none'}."
-
-
 def markdown(table: Frame) -> list[str]:
     rows = [table.columns, ["---"] * table.shape[1], *table.itertuples(index=False)]
     return ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows] + [""]
@@ -101,7 +92,8 @@ def markdown(table: Frame) -> list[str]:
 def tables(frame: Frame) -> list[str]:
     found = [t for t in (model_table(frame), op_table(frame)) if not t.empty]
     lines = (line for table in found for line in markdown(table))
-    return [f"{conditions(frame)}.", "", roof_line(frame), "", *lines]
+    roofs = (f"- {Row(**line).describe()}" for line in frame[frame.op == ROOF].to_dict("records"))
+    return [f"{conditions(frame)}.", "", *roofs, "", *lines]
 
 
 def show(frame: Frame) -> None:
@@ -110,13 +102,6 @@ def show(frame: Frame) -> None:
         if not table.empty:
             print(table.head(MOST_LINES).to_string(index=False))
     print(f"{conditions(frame)}: {len(frame)} rows")
-
-
-def finish(folder: Path, said: Sequence[str]) -> None:
-    """Summary and pictures, and what a terminal shows of them."""
-    frame = read_results(folder)
-    run_plot(frame, folder, said)
-    show(frame)
 
 
 # --- pages: docs/benchmarks.md and README.md by hand, but for what stands between START and END

@@ -23,7 +23,7 @@ import torch
 from bench import report
 from bench.measure import Bench, measure_roof, planned_roofs, roofs_of
 from bench.plan import Task, Wanted, tasks
-from bench.rows import Results, bad_rows
+from bench.rows import Results, bad_rows, read_results
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
@@ -105,11 +105,7 @@ def this_machine(arguments: argparse.Namespace) -> Machine | None:
 def run(
     arguments: argparse.Namespace, wanted: Wanted, machine: Machine, started: float | None = None
 ) -> int:
-    """Measure: roofs, then tasks until the time is over; report in any case.
-
-    Args:
-        started: when this process began, for imports are part of a time budget.
-    """
+    """Measure: roofs, then tasks until the time is over, counted from `started`; report."""
     left = arguments.time_budget
     if left is not None:
         spent = RESERVE if started is None else RESERVE + time.monotonic() - started
@@ -136,7 +132,9 @@ def run(
         bench.say(f"the GPU was lost: {error}. --resume goes on without this case.")
         ending = 1
     results.close()
-    report.finish(results.folder, wanted.said)
+    frame = read_results(results.path)
+    report.run_plot(frame, results.folder, wanted.said)
+    report.show(frame)
     return ending or int(bool(bad_rows(results.rows.values())))
 
 

@@ -20,8 +20,9 @@ from bench_stand_ins import (
 import fastvit_kernels as fk
 from bench import measure
 from bench.measure import COPY_BYTES, MATMUL_SIDE, measure_op
-from bench.ops import OPS, Draw, compiled, ours, plain
+from bench.ops import OPS, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
+from fastvit_kernels.accuracy.op import Draw
 
 
 @pytest.mark.parametrize("name", OPS)

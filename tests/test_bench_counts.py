@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.models import Case
-from bench.ops import OPS, VITS, Draw, Shape, batch, vits
+from bench.ops import OPS, VITS, Shape, batch, vits
+from fastvit_kernels.accuracy.op import Draw
 from fastvit_kernels.runtime.dtypes import DTYPES
 
 # sizes of which none stands for another; a patch of 4 x 4 in 8 x 8 pixels, 4 of them and a token

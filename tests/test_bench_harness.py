@@ -22,8 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bench import measure, ops
 from bench.measure import Entry, measure_op, row_of
-from bench.ops import OPS, Draw, Provider, plain
+from bench.ops import OPS, Provider, plain
 from bench.rows import ERROR, OK
+from fastvit_kernels.accuracy.op import Draw
 from fastvit_kernels.measure.gate import MEMORY
 from fastvit_kernels.measure.timer import spread
 from fastvit_kernels.measure.turns import ROUNDS
@@ -158,7 +159,7 @@ def test_a_row_has_median_and_spread_of_its_samples():
 
 
 def test_inputs_are_the_same_at_every_run():
-    first, second = (Draw(CPU, torch.float32)(64, 64, scale=0.25) for _ in range(2))
+    first, second = (Draw(CPU, torch.float32, CPU)(64, 64, scale=0.25) for _ in range(2))
     assert torch.equal(first, second) and first.requires_grad
     assert first.std().item() == pytest.approx(0.25, rel=0.05)
     assert not Draw(CPU, torch.float32)(2, grad=False).requires_grad

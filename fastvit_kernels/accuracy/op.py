@@ -90,15 +90,20 @@ class Whole(NamedTuple):
         return order[..., : shape[-1]].to(self.dtype, memory_format=torch.contiguous_format)
 
 
-class Draw:
-    """Random tensors on a device: the same at every run."""
+CPU = torch.device("cpu")
 
-    def __init__(self, device: torch.device, dtype: torch.dtype):
+
+class Draw:
+    """Random tensors on a device: the same at every run, and on every device unless `source`, which
+    draws them, is another than the CPU."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, source: torch.device = CPU):
         self.device, self.dtype = device, dtype
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator(source).manual_seed(0)
 
     def __call__(self, *shape: int, scale: float = 1.0, grad: bool = True) -> Tensor:
-        x = torch.randn(*shape, generator=self.generator) * scale
+        source = self.generator.device
+        x = torch.randn(*shape, generator=self.generator, device=source) * scale
         return x.to(self.device, self.dtype).requires_grad_(grad)
 
     def kind(self, arg: Arg, shape: Shape, boolean: bool = False) -> Tensor:

@@ -126,12 +126,18 @@ class Runner:
         outputs = [y for _, y in tensors(found, "out") if y.is_floating_point()]
         return torch.stack([y.float().square().mean() for y in outputs]).sum()
 
-    def step(self) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
+    def gradients(self) -> Tensor:
+        """Forward, loss and, if it trains, backward."""
         with torch.set_grad_enabled(self.trains):
             loss = self.loss()
         if self.trains:
             loss.backward()
+        return loss
+
+    def step(self) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = self.gradients()
+        if self.trains:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return loss.detach().clone()  # a graph writes the next step's into the same memory
