@@ -146,11 +146,10 @@ class Runner(compare.Runner):
     def __init__(self, case: Case, way: Way, device: torch.device):
         self.case, self.way = case, way
         model = build(case, device).to(device, case.parameter_dtype).train(case.trains)
-        drawn: dict[str, Any] = dict(
-            generator=torch.Generator(device).manual_seed(1), device=device
-        )
-        self.images = torch.randn(case.batch, *case.image, **drawn).to(case.parameter_dtype)
-        self.labels = torch.randint(NUM_CLASSES, (case.batch,), **drawn)
+        own = torch.Generator(device).manual_seed(1)
+        images = torch.randn(case.batch, *case.image, generator=own, device=device)
+        self.images = images.to(case.parameter_dtype)
+        self.labels = torch.randint(NUM_CLASSES, (case.batch,), generator=own, device=device)
         autocast = torch.bfloat16 if case.dtype == "amp" else None
         super().__init__(model, way, self.cross_entropy, autocast)
         self.parameters = list(self.model.parameters())

@@ -68,7 +68,6 @@ VITS = {
 TOKENS = 128 * 197  # B T of every shape: ViT-B at 224 with 128 images
 T_SWEEP = (50, 197, 257, 577, 785, 1025, 1370, 2305, 4097)
 D_SWEEP = ((32, 24), (80, 16), (96, 8), (128, 6))  # head dim, heads: C = 768, and ViT-H's 1280
-PREFIX = 5  # of 201 tokens, DINOv3's at 224: a class token and registers
 
 # Variants of a shape.
 INTERLEAVED = "interleaved"  # RoPE of Perception Encoder, EVA02, V-JEPA 2
@@ -476,7 +475,7 @@ OPS = {
             given=lambda s: _FC1 if s.variant == "fc1" else (*_FC1, "residual", "layer_scale"),
         ),
         Op(
-            # queries and keys of a packed qkv, qk-norm or none
+            # queries and keys of a packed qkv, as DINOv3's: a class token, four registers
             "rope",
             lambda: (
                 Shape("ViT-B", batch(201), 201, 768, 12, 3072, variant=variant)
@@ -487,7 +486,7 @@ OPS = {
                 "": ("q k cos sin q k", "dq dk cos sin dq dk"),
                 NORMED: ("q k cos sin q k", "dq dk q k cos sin dq dk"),
             },
-            sizes=lambda s: dict(prefix=PREFIX, norm=NORMED if s.variant == NORMED else None),
+            sizes=lambda s: dict(prefix=5, norm=NORMED if s.variant == NORMED else None),
             options=lambda s: dict(interleaved=s.variant == INTERLEAVED),
         ),
         Op(

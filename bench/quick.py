@@ -69,9 +69,8 @@ STAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    seconds = options.within(float, LEAST, options.MOST)
-    whole = f"of the whole (default {SECONDS:.0f})"
-    parser.add_argument("--seconds", type=seconds, default=SECONDS, metavar="N", help=whole)
+    kind = options.within(float, LEAST, options.MOST)
+    parser.add_argument("--seconds", type=kind, default=SECONDS, metavar="N", help="in all (600)")
     options.add(parser, "--out", help="folder of the results (default bench-out)")
     parser.add_argument("--resume", action="store_true", help="go on with what --out has")
     parser.add_argument("--dry-run", action="store_true", help="print the stages and run nothing")
@@ -89,8 +88,9 @@ def run_stage(stage: Stage, limit: float, places: dict[str, Any], log: Path) -> 
     SIGKILL for it and its process group."""
     words = stage.words({**places, "seconds": f"{max(limit - 2 * KILL_S, 0.6 * limit):.0f}"})
     print(f"== {stage.name}, at most {limit:.0f} s: {' '.join(words)}", flush=True)
-    # A tuned table changes no row that is measured with --resume later
-    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": places["out"]}
+    # A table that is tuned here changes no row that is measured with --resume later
+    own = f"{places['out']}/{stage.name}"
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": own}
     with log.open("ab") as file:
         process = subprocess.Popen(
             words, stdout=file, stderr=file, env=variables, start_new_session=True

@@ -27,6 +27,8 @@ from bench.rows import Results, bad_rows, read_results
 from fastvit_kernels.commands import options
 from fastvit_kernels.commands.console import term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
+from fastvit_kernels.runtime.backend import gpu
+from fastvit_kernels.runtime.tuned_table import table_path
 
 CUT_SHORT = 3  # exit status of a command that its time has cut short
 HUNG_S, HUNG_COMPILING_S = 60.0, 400.0  # a provider hangs after so many seconds by itself
@@ -110,6 +112,8 @@ def run(
     if left is not None:
         spent = RESERVE if started is None else RESERVE + time.monotonic() - started
         left = max(1.0, left - spent)
+    if machine.device.type == "cuda" and (path := table_path(gpu(machine.device))).exists():
+        wanted.say(f"launch configs are those of {path}")
     found, results, ending = tasks(wanted), Results(arguments.out, arguments.resume), 0
     bench = Bench(machine.device, machine.make_timer(), {}, functools.partial(print, flush=True))
     try:

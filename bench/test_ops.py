@@ -18,8 +18,7 @@ from fastvit_kernels.runtime.dtypes import DTYPES
 
 pytest.importorskip("pytest_benchmark", reason="needs pytest-benchmark")
 HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-DTYPE = "bf16" if HAS_GPU else "fp32"
+DEVICE, DTYPE = (torch.device("cuda"), "bf16") if HAS_GPU else (torch.device("cpu"), "fp32")
 
 
 def timed(benchmark, name: str, shape: Shape, provider: str, mode: str) -> None:
