@@ -37,7 +37,7 @@ CASES = (  # of whole models
     replace(VIT_B, batch=128, dtype="bf16"),
 )
 _OF_VIT_B = "ViT-B-B128-T197-C768-H12"
-# What a borrowed GPU's ten minutes are best spent on: op and part of a case's id, in bf16 or amp.
+# What ten minutes of a GPU are best spent on: op and part of a case's id, in bf16 or amp.
 FIRST = (
     *(("attention", f"T{T}-C768-H12") for T in (577, 1025, 2305, 4097)),
     (VIT, "timm-ViT-B-224-B256"),

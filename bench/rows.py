@@ -153,7 +153,7 @@ def read_results(path: Path) -> Frame:
     except ValueError as error:
         raise CommandError(f"{path} is no result of this benchmark: {error}") from error
     found = found.reindex(columns=FIELDS)
-    found[TEXTS] = found[TEXTS].fillna("").astype(str)
+    found[TEXTS] = found[TEXTS].astype(object).fillna("").astype(str)
     return found.drop_duplicates(KEY, keep="last")
 
 
