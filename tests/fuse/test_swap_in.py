@@ -335,6 +335,23 @@ def test_a_hook_in_a_new_dict_is_seen():
     assert_same(model(images()), host(images()))
 
 
+class Hooked(nn.TransformerEncoderLayer):
+    num_hooks, grad_hooks = 3, ()
+
+    def forward(self, x):
+        return super().forward(x) * self.num_hooks + len(self.grad_hooks)
+
+
+@ways
+def test_a_setting_may_be_named_like_hooks(regional):
+    layers = (Hooked(8, 2, 8, 0.0, batch_first=True) for _ in range(3))
+    model, host = swapped_and_host(nn.Sequential(*layers), regional=regional)
+    for hooks in (3, 4, {}):
+        for m in (model, host):
+            m[1].num_hooks, m[2].grad_hooks = hooks or 5, hooks if hooks == {} else [hooks]
+        assert_same(model(torch.ones(2, 5, 8)), host(torch.ones(2, 5, 8)))
+
+
 def test_hooks_elsewhere_cost_no_graph():
     model, host = swapped_and_host()
     assert_same(model(images()), host(images()))

@@ -134,6 +134,30 @@ def test_steps_by_block_and_under_autocast_have_the_rule(monkeypatch):
     assert wrong.startswith("2x rule: dlinear2")
 
 
+def test_what_is_so_with_one_set_of_parameters_is_rounding(monkeypatch):
+    """As a maximum that rounding takes elsewhere."""
+    host = model()
+    weight = host.linear1.weight.detach().clone()
+
+    def spoil(twin):
+        by = 0.5 if torch.equal(twin.linear1.weight, weight) else 0
+        twin.linear1.weight.register_hook(lambda d: d * (1 + by))
+
+    assert told(monkeypatch, spoil, host, by_2x_rule) == ""
+    assert "2x rule" in told(monkeypatch, scale("linear1.weight", 0.5), host, by_2x_rule)
+
+
+def test_both_sides_attend_by_torchs_products(monkeypatch):
+    """Its flash attention on a CPU rounds more than a softmax in fp32."""
+    flash = set()
+
+    def spoil(twin):
+        flash.add(torch.backends.cuda.flash_sdp_enabled())
+
+    told(monkeypatch, spoil, judge=by_2x_rule)
+    assert flash == {False}
+
+
 def test_another_shape_is_told(monkeypatch):
     spoil = partial(nn.Module.register_forward_hook, hook=lambda module, args, y: y[:1])
     assert told(monkeypatch, spoil, judge=by_2x_rule) == "tensors of other shapes"
