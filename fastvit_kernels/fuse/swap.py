@@ -17,7 +17,7 @@ from .entry import REPLICATE
 from .measure import measure_step
 from .report import Calls, SwapReport
 from .settings import Compiler, DropPath, Memory, Options, Settings
-from .swapped import Swapped, is_swapped, swapped_methods
+from .swapped import Swapped, is_swapped, swapped_methods_of
 
 # Entrances of a model besides forward: forward_features, get_intermediate_layers, encode_image, ...
 _ENTRANCES = re.compile(r"forward_\w+|encode_\w+|get_intermediate_layers|get_\w+_features")
@@ -117,5 +117,6 @@ def swap_out(model: nn.Module) -> None:
         if REPLICATE in vars(module) and not is_swapped(vars(module).get("forward")):
             where = f"{name}.forward" if name else "forward"
             raise ValueError(f"swap_out: {where} was set since swap_in: undo that first")
-    for swapped in swapped_methods(model):
-        swapped.remove_from(swapped.module)
+    for module in model.modules():
+        for swapped in swapped_methods_of(module):
+            swapped.remove_from(module)

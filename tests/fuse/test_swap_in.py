@@ -701,6 +701,24 @@ def test_copies_keep_their_own_weights_and_stay_swapped(regional):
     assert "forward" in vars(model.blocks[0] if regional else model)
 
 
+class Pooled(nn.Sequential):
+    pooled = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x.mean(1) if self.pooled else x
+
+
+def test_a_shallow_copy_may_be_swapped_anew():
+    model, x = Pooled(nn.Linear(8, 8)), torch.randn(2, 5, 8)
+    swap_in(model)
+    copied = copy.copy(model)
+    copied.pooled = True
+    swap_in(copied)
+    assert copied(x).shape == (2, 8) and model(x).shape == x.shape
+    assert "forward" in vars(model)
+
+
 @ways
 def test_a_replica_of_data_parallel_runs_its_host_with_its_own_weights(regional):
     model, host = swapped_and_host(regional=regional)
