@@ -21,12 +21,11 @@ from bench.measure import MATMUL, Bench, Entry, failed
 from bench.ops import BASELINE, SEARCH
 from bench.rows import OK, Row
 from fastvit_kernels import backend
-from fastvit_kernels.accuracy.accuracy import Error, Tensors, measure
+from fastvit_kernels.accuracy.accuracy import Error, Tensors, measure, together
 from fastvit_kernels.commands.models import build_model, input_shape, logits_of
 from fastvit_kernels.measure import compare
 from fastvit_kernels.measure.compare import Way
 from fastvit_kernels.measure.gate import Outcome, judged, verdict
-from fastvit_kernels.measure.model_errors import errors_beside
 from fastvit_kernels.measure.timer import Step, Timer
 from fastvit_kernels.measure.turns import attempt, take_turns
 
@@ -235,18 +234,18 @@ class Oracle:
         self.yardstick = eager.results(self.upstream)
 
     def errors(self, runner: Runner, timer: Timer) -> list[Error]:
-        """Of the runner's logits and gradients; of a graph, of its replay. A small gradient also
-        without the floor of its layer, in which it could be lost."""
+        """Of the logits, of the gradients as one vector, and of each with wider limits, so that a
+        small one is not lost: one step is one draw of the rounding. Of a graph, of its replay."""
         if runner.way.graph:
             actual = runner.replayed(self.upstream, timer)
         else:
             actual = runner.results(self.upstream)
-        found = errors_beside(actual, lambda: self.yardstick, self.results, torch.bfloat16)
-        for name, oracle in self.results.items():
-            own = measure(name, actual[name], self.yardstick[name], oracle, torch.bfloat16)
-            wider = {"limit_max": EACH * own.limit_max, "limit_rms": EACH * own.limit_rms}
-            found.append(replace(own, **wider))
-        return found
+        logits, *each = [
+            measure(name, actual[name], self.yardstick[name], oracle, torch.bfloat16)
+            for name, oracle in self.results.items()
+        ]
+        whole = [together(each, [self.results[e.name].numel() for e in each])] if each else []
+        return [logits, *whole, *(e.within(EACH) for e in each)]
 
 
 # --- measuring

@@ -73,12 +73,26 @@ class Error:
             limit_rms=self.limit_rms + 2 * more_rms,
         )
 
+    def within(self, factor: float) -> Error:
+        """The same error, held against limits so many times as wide."""
+        return replace(self, limit_max=factor * self.limit_max, limit_rms=factor * self.limit_rms)
+
     def __str__(self) -> str:
         return (
             f"{self.name}: max {self.max:.3e} (torch {self.torch_max:.3e}, "
             f"limit {self.limit_max:.3e}), rms {self.rms:.3e} (torch {self.torch_rms:.3e}, "
             f"limit {self.limit_rms:.3e}){'' if self.passed else '  FAILED'}"
         )
+
+
+def together(errors: Sequence[Error], sizes: Sequence[int]) -> Error:
+    """Those of several tensors as of one vector."""
+    peaks = {f: max(getattr(e, f) for e in errors) for f in ("max", "torch_max", "limit_max")}
+    means = {}
+    for field in ("rms", "torch_rms", "limit_rms"):
+        squares = (getattr(e, field) ** 2 * n for e, n in zip(errors, sizes, strict=True))
+        means[field] = math.sqrt(sum(squares) / sum(sizes))
+    return Error("gradients", **peaks, **means)
 
 
 def _distance(actual: Tensor, oracle: Tensor) -> tuple[float, float]:
