@@ -90,6 +90,7 @@ def test_faults_name_wrong_configs(tmp_path):
     assert quick.faults(tmp_path) == ["config linear_fwd [num_warps=4], large: NaN"]
 
 
+@pytest.mark.minutes
 def test_it_survives_what_goes_wrong(monkeypatch, tmp_path, capsys):
     """An exception, a hang, a lost device, no time; then a resume does what is left alone."""
     root = Path(__file__).parent.parent

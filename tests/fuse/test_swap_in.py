@@ -651,6 +651,7 @@ class Resized(nn.Module):
         return self.mlp((x + pos).flatten(2).transpose(1, 2))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_images_of_several_sizes(mode):
     model, host = swapped_and_host(Resized(mode))
