@@ -125,11 +125,12 @@ def run_checkpoints(gm: GraphModule) -> None:
     """Without a compiler torch.compile's node for a checkpoint neither recomputes nor keeps the
     random state: torch.utils.checkpoint itself does."""
     for body in bodies(gm):
-        for n in body.graph.nodes:
-            if n.op == "call_function" and is_checkpoint(n.target):
-                keeps_rng = n.kwargs.get("preserve_rng_state", True)
-                n.target, n.kwargs = checkpointed, {"preserve_rng_state": keeps_rng}
-        body.recompile()
+        calls = [n for n in body.graph.nodes if n.op == "call_function" and is_checkpoint(n.target)]
+        for n in calls:
+            keeps_rng = n.kwargs.get("preserve_rng_state", True)
+            n.target, n.kwargs = checkpointed, {"preserve_rng_state": keeps_rng}
+        if calls:
+            body.recompile()
 
 
 def checkpointed(body: GraphModule, *args: Any, preserve_rng_state: bool) -> Any:

@@ -146,10 +146,10 @@ class Entry:
     def is_shared(self) -> bool:
         return len(self.graphs.users) > 1
 
-    def serves(self, swapped: Block) -> bool:
-        """Its first call may have raised before there was a graph."""
-        is_user = weakref.ref(swapped) in self.graphs.users
-        return is_user or (bool(self.graphs.made) and not self.graphs.is_private)
+    @property
+    def is_open(self) -> bool:
+        """Whether other blocks may join: what its first graph has is known."""
+        return bool(self.graphs.made) and not self.graphs.is_private
 
     def join(self, swapped: Block) -> None:
         self.graphs.users.append(weakref.ref(swapped))

@@ -178,10 +178,10 @@ class Swapped:
         """The entry of blocks like this one, if its graphs can serve; else one of its own."""
         form = None if self.is_alone else form_of_call(self, args, kwargs)
         found = self.settings.entries.get(form)
-        if found is not None and not found.serves(self):
-            found = None
         if self.entry is not None and self.entry is found:  # its first call raised
             return found
+        if found is not None and not found.is_open:
+            found = None
         if self.entry is not None:
             self.entry.leave(self)
         found = found or Entry(self, running, args, kwargs)
