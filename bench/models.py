@@ -244,7 +244,8 @@ class Oracle:
             measure(name, actual[name], self.yardstick[name], oracle, torch.bfloat16)
             for name, oracle in self.results.items()
         ]
-        whole = [together(each, [self.results[e.name].numel() for e in each])] if each else []
+        sizes = [self.results[e.name].numel() for e in each]
+        whole = [together("gradients", each, sizes)] if each else []
         return [logits, *whole, *(e.within(EACH) for e in each)]
 
 

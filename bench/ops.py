@@ -2,9 +2,8 @@
 fastvit_kernels/accuracy: the function, its specification, its tensors.
 
 A provider is a function of an op's inputs by keyword, with the context that forces its route. FLOP
-and bytes are those of the mathematics: what any implementation
-must do and move at least, every operand read once and every result written once. Each count is of
-(forward, backward).
+and bytes are those of the mathematics: what any implementation must do and move at least, every
+operand read once and every result written once. Each count is of (forward, backward).
 """
 
 from __future__ import annotations

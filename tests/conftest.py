@@ -104,8 +104,7 @@ def pytest_addoption(parser):
 
 # What compares CPU tensors, or takes kernels through the interpreter whatever the machine has.
 ON_THE_CPU = ("commands", "fuse", "machine", "model_coverage", "test_bench*.py")
-ON_THE_CPU += ("test_quick.py", "test_measure.py")
-ON_THE_CPU += ("traffic",)
+ON_THE_CPU += ("test_quick.py", "test_measure.py", "traffic")
 
 
 def pytest_collection_modifyitems(config, items):

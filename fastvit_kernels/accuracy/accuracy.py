@@ -85,14 +85,14 @@ class Error:
         )
 
 
-def together(errors: Sequence[Error], sizes: Sequence[int]) -> Error:
-    """Those of several tensors as of one vector."""
+def together(name: str, errors: Sequence[Error], sizes: Sequence[int]) -> Error:
+    """Errors of tensors of so many elements as of one vector: maxima, and RMS over all elements."""
     peaks = {f: max(getattr(e, f) for e in errors) for f in ("max", "torch_max", "limit_max")}
     means = {}
     for field in ("rms", "torch_rms", "limit_rms"):
         squares = (getattr(e, field) ** 2 * n for e, n in zip(errors, sizes, strict=True))
         means[field] = math.sqrt(sum(squares) / sum(sizes))
-    return Error("gradients", **peaks, **means)
+    return Error(name, **peaks, **means)
 
 
 def _distance(actual: Tensor, oracle: Tensor) -> tuple[float, float]:

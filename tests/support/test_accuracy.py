@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_accurate, compare, rand
 
-from fastvit_kernels.accuracy.accuracy import ORDERS, Reference, measure, measure_all
+from fastvit_kernels.accuracy.accuracy import (
+    ORDERS,
+    Error,
+    Reference,
+    measure,
+    measure_all,
+    together,
+)
 from fastvit_kernels.accuracy.orders import AnotherOrder
 
 
@@ -192,6 +199,17 @@ def test_floor_two_eps(dtype, eps, passes):
     (error,) = Reference(lambda x: x * 1, {"x": x}, dtype=dtype).errors(lambda x: x * (1 + share))
     assert error.passed == passes == (error.max <= error.limit_max)
     assert passes == (error.rms <= error.limit_rms)
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1.9, True), (2.1, False)])
+def test_many_errors_are_judged_as_one_vector(factor, passes):
+    """A small tensor beyond its limit does not decide; a large one does."""
+    few = Error("few", 3.0, 3.0, 1.0, 1.0, 2.0, 2.0)
+    many = Error("many", 0.5 * factor, factor, 2.0, 1.0, 4.0, 2.0)
+    whole = together("both", [few, many], [1, 299])
+    assert (whole.max, whole.torch_max, whole.limit_max) == (3.0, 2.0, 4.0)
+    assert whole.rms == pytest.approx(((9 + 299 * factor**2) / 300) ** 0.5)
+    assert whole.passed is passes and not few.passed and few.within(2).passed
 
 
 def test_floor_dtype():
