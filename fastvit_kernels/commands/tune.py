@@ -43,7 +43,9 @@ class _FirstCalls(TorchDispatchMode):
     """Where a dispatch mode looks on, calls go through the registered operators: the first one that
     takes a decision is kept with its arguments."""
 
-    knows_our_operators = True  # else swapped modules leave them to their hosts
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:  # else swapped modules run their host's forward
+        return True
 
     def __init__(self) -> None:
         super().__init__()

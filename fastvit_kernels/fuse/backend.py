@@ -88,7 +88,7 @@ def keep_nothing(x: Any) -> None:
 
 
 def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
 
 
 def rewrite_body(

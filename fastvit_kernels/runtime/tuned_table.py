@@ -86,7 +86,7 @@ def read(gpu: Gpu) -> tuple[list[Entry], Tuned]:
         return [], {}
     try:
         content = json.loads(table_path(gpu).read_text())
-        entries = content.pop("entries")
+        entries = list(content.pop("entries"))
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise TableError(f"it cannot be read ({str(error)[:80]})") from error
     if content != _origin(gpu):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import fastvit_kernels as fk
 from fastvit_kernels.commands import cli, tune as command
@@ -133,6 +134,14 @@ def test_the_decisions_of_a_training_step(capsys):
         assert tuned_table.entry(HERE, {**vars(entry), "key": list(entry.key)})[0] == entry
 
 
+def test_the_decisions_of_a_model_that_is_swapped_in():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu", batch_first=True, norm_first=True)
+    fk.swap_in(layer)
+    x = torch.randn(2, 5, 16)
+    found = {entry.table for entry in command.tune(lambda: layer(x), HERE, lambda call: 1.0)}
+    assert found >= {"layer_norm_fwd", "attention_fwd"}
+
+
 @pytest.fixture
 def written(monkeypatch):
     """A table with one entry, and its path."""
@@ -162,6 +171,7 @@ DAMAGES = {
     "a config that does not ship": _changed("config", {"kind": "own", "num_warps": 4}),
     "a number that is a boolean": _changed("config", {"kind": "right", "num_warps": True}),
     "no key": _changed("key", None),
+    "no entries": lambda text: json.dumps(json.loads(text) | {"entries": None}),
 }
 
 
