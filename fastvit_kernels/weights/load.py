@@ -250,13 +250,12 @@ def _load(
             f"got {type(source).__name__}"
         )
     family, tensors = to_timm(source, tuple(model.patch_embed.proj.weight.shape))
+    if "mask_token" in tensors:  # (1, C) of transformers' DINOv2
+        tensors["mask_token"] = tensors["mask_token"].reshape(1, 1, -1)
     before = {name: tuple(x.shape) for name, x in tensors.items()}
     if "patch_embed.proj.weight" in tensors:
         _fold_linear_patches(tensors, model)
     targets = model.state_dict()  # parameters and the buffers of a convolutional stem
-    for name in ("mask_token", "embeddings.mask_token"):  # (1, C), (1, 1, C)
-        if name in tensors and "mask_token" in targets:
-            tensors["mask_token"] = tensors.pop(name).reshape(1, 1, -1)
     if "pos_embed" in tensors:
         _fit_positions(tensors, model, grid_size)
     _fit_biases(tensors, targets)

@@ -58,6 +58,7 @@ _HF = r"(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model)\.)?
 _HF_LAYER = _HF + r"(?:model\.)?(?:encoder\.)?layers?\.(\d+)\."
 _TRANSFORMERS = {
     _HF + r"embeddings\.cls_token": "cls_token",
+    _HF + r"embeddings\.mask_token": "mask_token",
     # DeiT's distillation token takes the place of our first register; it has a position.
     _HF + r"embeddings\.(?:register_tokens|distillation_token)": "reg_token",
     _HF + r"embeddings\.(?:position_embeddings|position_embedding\.weight)": "pos_embed",

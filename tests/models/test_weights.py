@@ -135,6 +135,14 @@ def test_transformers(what):
     torch.testing.assert_close(model(_images()), wanted)
 
 
+def test_a_mask_token_below_the_name_of_a_base_model():
+    source = _hf(transformers.Dinov2ForImageClassification).state_dict()
+    model = _vit(**DINOV2)
+    report = load_weights(model, {n: x for n, x in source.items() if "classifier" not in n})
+    assert not report.missing and not report.unexpected and not report.resized, str(report)
+    assert torch.equal(model.mask_token[0], source["dinov2.embeddings.mask_token"])
+
+
 @pytest.mark.parametrize(
     ("prefix", "layout"),
     [("opt/target/", "paper"), ("params/", "big_vision"), ("params/img/", "stacked")],
