@@ -89,6 +89,19 @@ def test_compare_wrong_numbers_have_no_ratio(monkeypatch):
     assert row.status == FAILED and row.speedup is None and "2x rule" in row.note
 
 
+class Hides(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y > 0, y.argmax(-1)
+
+
+def test_outputs_of_booleans_and_integers_are_judged():
+    errors = model_errors(Hides(16, 16), torch.randn(2, 5, 16))
+    assert {e.name for e in errors} >= {"out[0]", "out[1]", "out[2]"} and all(
+        e.passed for e in errors
+    )
+
+
 def test_compare_failing_way():
     model = Mlp()
     before, x = copy.deepcopy(model.state_dict()), torch.randn(2, 5, 16)

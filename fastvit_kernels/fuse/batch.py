@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .select import kept
@@ -39,6 +40,17 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def copied(x: Any, dtype: torch.dtype) -> Any:
+    """Arguments whose tensors are of this call alone; floating-point ones in the dtype, with a
+    gradient."""
+    if isinstance(x, Tensor):
+        floats = x.is_floating_point()
+        return x.detach().to(dtype if floats else None, copy=True).requires_grad_(floats)
+    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
+        return type(x)(copied(v, dtype) for v in x)
+    return {k: copied(v, dtype) for k, v in x.items()} if isinstance(x, Mapping) else x
 
 
 @contextmanager

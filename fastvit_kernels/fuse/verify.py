@@ -8,16 +8,17 @@ compute is held by their own tests, and on a GPU by `fk.compare`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..accuracy.accuracy import largest
 from ..runtime.backend import backend
 from . import select, swap
-from .batch import arguments_of, check_batch, noting
+from .batch import arguments_of, check_batch, copied, noting
 from .report import GraphReport
 from .select import tensors
 from .swapped import swapped_methods
@@ -109,25 +110,8 @@ def verify(model: nn.Module, batch: Any, *, tolerance: float = 1e-6) -> VerifyRe
     return VerifyReport(found, tolerance, graphs)
 
 
-def _double(x: Any) -> Any:
-    """A copy of the arguments, floating-point tensors in float64 with a gradient."""
-    if isinstance(x, Tensor):
-        if not x.is_floating_point():
-            return x.detach().clone()
-        return (
-            x.detach().double().requires_grad_()
-            if x.dtype != torch.float64
-            else (x.detach().clone().requires_grad_())
-        )
-    if isinstance(x, Mapping):
-        return {k: _double(v) for k, v in x.items()}
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(_double(v) for v in x)
-    return x
-
-
 def _step(model: nn.Module, args: Any, kwargs: Any) -> dict[str, Tensor]:
-    args, kwargs = _double(args), _double(kwargs)
+    args, kwargs = copied((args, kwargs), torch.float64)
     inputs = [*tensors(args, "input"), *tensors(kwargs, "input")]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices), torch.enable_grad():
@@ -147,7 +131,7 @@ def _compare(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> Iterator[D
     peaks: dict[str, float] = {}
     for name, x in wanted.items():
         place = _place(name)
-        peaks[place] = max(peaks.get(place, 0.0), _largest(x))
+        peaks[place] = max(peaks.get(place, 0.0), largest(x))
     for name in dict.fromkeys([*wanted, *actual]):
         x, y = actual.get(name), wanted.get(name)
         if x is None or y is None or x.shape != y.shape or x.dtype != y.dtype:
@@ -159,11 +143,6 @@ def _compare(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> Iterator[D
 def _place(name: str) -> str:
     """A gradient that is zero but for rounding (the keys' bias) is measured by its module's."""
     return name.rpartition(".")[0] if name.startswith("grad of ") else name
-
-
-def _largest(x: Tensor) -> float:
-    x = x[x.isfinite()].abs() if x.is_floating_point() else x.abs() if x.dtype != torch.bool else x
-    return float(x.max()) if x.numel() else 0.0
 
 
 def _error(x: Tensor, y: Tensor, peak: float) -> float:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ..fuse.batch import arguments_of, check_batch, noting
 from ..fuse.measure import ADVICE, HOST_BOUND
+from ..fuse.report import reason_for_pytorch
 from ..fuse.select import check_model, tensors
 from ..fuse.swap import swap_in, swap_out
-from ..runtime.backend import backend, reason_for_torch
+from ..runtime.backend import backend
 from ..runtime.configs import recording
 from ..runtime.triton import triton
 from ..runtime.version import __version__
@@ -171,7 +172,7 @@ class Race:
     def run(self, model: nn.Module, ways: Sequence[str]) -> None:
         """All ways, or those before Ctrl-C. Raises: what eager raises."""
         ours = any(WAYS[name].ours for name in ways)
-        if ours and (why := no_kernel(model)):
+        if ours and (why := reason_for_pytorch(model)):
             self.say(f"PyTorch runs every way here ({why}): this shows that it works, no more")
         self.say(
             f"{self.name}: {', '.join(ways)}; {self.steps} first steps of each, then "
@@ -360,14 +361,9 @@ def compare(
     mode += f", {str(autocast or next(model.parameters()).dtype).removeprefix('torch.')}"
     mode += "" if tensor is None else f", {list(tensor.shape)}"
     images = tensor.shape[0] if tensor is not None and tensor.ndim else None
-    why = no_kernel(model)
+    why = reason_for_pytorch(model)
     rows = [row_of(c, race.found[0], race.judged, images, why) for c in race.found]
     return Comparison(race.name, machine_on(device), mode, rows, race.interrupted)
-
-
-def no_kernel(model: nn.Module) -> str:
-    """Why no kernel runs on the model's device; "" where they can."""
-    return reason_for_torch(torch.empty(1, device=next(model.parameters()).device)) or ""
 
 
 def first_tensor(batch: Batch) -> Tensor | None:

@@ -12,22 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accuracy.accuracy import Error, Tensors, measure_all
-from ..fuse.batch import arguments_of
+from ..accuracy.accuracy import Error, Tensors, largest, measure_all
+from ..fuse.batch import arguments_of, copied
 from ..fuse.select import tensors
 from ..fuse.swap import swap_in, swap_out
 from ..runtime.backend import backend
-
-
-def copied(x: Any, dtype: torch.dtype) -> Any:
-    """Arguments whose tensors are of this call alone; floating-point ones in the dtype, with a
-    gradient."""
-    if isinstance(x, Tensor):
-        floats = x.is_floating_point()
-        return x.detach().to(dtype if floats else None, copy=True).requires_grad_(floats)
-    if isinstance(x, (list, tuple)) and not hasattr(x, "_fields"):
-        return type(x)(copied(v, dtype) for v in x)
-    return {k: copied(v, dtype) for k, v in x.items()} if isinstance(x, Mapping) else x
 
 
 def run_step(
@@ -63,11 +52,6 @@ def layer_of(name: str) -> str:
     # The last place number, but for that of a parameter's own module in a Sequential.
     places = [i for i, part in enumerate(parts[:-2]) if part.isdigit()]
     return ".".join(parts[: places[-1] + 1] if places else parts[:-1])
-
-
-def largest(x: Tensor) -> float:
-    """The largest of the finite values, 0 where there are none."""
-    return x.nan_to_num(0.0, 0.0, 0.0).abs().amax().item() if x.numel() else 0.0
 
 
 def layer_peaks(found: Mapping[str, Tensor]) -> defaultdict[str, float]:

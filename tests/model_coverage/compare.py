@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastvit_kernels.accuracy.accuracy import Error, Tensors
+from fastvit_kernels.accuracy.accuracy import Error, Tensors, largest
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
 from fastvit_kernels.fuse.swap import swap_in
 from fastvit_kernels.measure.model_errors import (
     errors_beside,
-    largest,
     layer_of,
     layer_peaks,
     run_step,
