@@ -6,7 +6,6 @@ Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,6 @@ def fastvit_kernels(
 
 def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule:
     """The graph with our ops in it; the graph as Dynamo gave it where that cannot be."""
-    started = time.perf_counter()
     report = GraphReport()
     try:
         # Fake values have gradients, too. The caller's hooks must not see what they save, and no
@@ -77,7 +75,6 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
         made, report = gm, GraphReport(declined=why, failed=[why])
     if report.declined is not None:
         count_declined(gm, report)
-    report.seconds = time.perf_counter() - started
     record(report, [x for x in inputs if isinstance(x, nn.Parameter)], gm)
     guard_hooks()
     return made
@@ -95,7 +92,7 @@ def rewrite_body(
     gm: GraphModule, mode: Any, options: Options, report: GraphReport, is_whole: bool
 ) -> None:
     """The rules over one graph, in order, then the options."""
-    g = Graph(gm, mode)
+    g = Graph(gm.graph, mode)
     report.flops += sum(map(flops_of, gm.graph.nodes))
     for rule in RULES:
         g.apply(rule.apply, rule.roots)
@@ -164,8 +161,8 @@ def flops_of(n: Node) -> int:
         return 0
     if name == "einsum" and len(operands(n)) == 1:  # an order of axes
         return 0
-    size = math.prod(map(hint, shape(n)))
-    return 2 * size * inner_size(name, n)
+    tensors = [val(a) for a in operands(n) if isinstance(val(a), Tensor)]
+    return 2 * math.prod(map(hint, shape(n))) * inner_size(name, tensors, val(n))
 
 
 def operands(n: Node) -> list[Node]:
@@ -173,18 +170,19 @@ def operands(n: Node) -> list[Node]:
     return [a for a in tree_leaves((n.args, n.kwargs)) if isinstance(a, Node)]
 
 
-def inner_size(name: str, n: Node) -> int:
+def inner_size(name: str, tensors: list[Tensor], out: Tensor) -> int:
     """Multiplications that each element of the result takes."""
-    tensors = [a for a in operands(n) if isinstance(val(a), Tensor)]
+    sizes = [list(map(hint, x.shape)) for x in tensors]
+    if len(sizes) < 2:
+        return 1
     if name == "scaled_dot_product_attention":
-        return 2 * hint(shape(tensors[1])[-2])
+        return 2 * sizes[1][-2]
     if name == "linear" or name.startswith("conv"):
-        return math.prod(map(hint, shape(tensors[1])[1:]))
+        return math.prod(sizes[1][1:])
     if name == "einsum":
-        every = math.prod(math.prod(map(hint, shape(t))) for t in tensors)
-        return max(1, round(math.sqrt(every / max(1, math.prod(map(hint, shape(n)))))))
-    left = tensors[1] if name in ("addmm", "baddbmm") else tensors[0]
-    return hint(shape(left)[-1])
+        every = math.prod(map(math.prod, sizes))
+        return max(1, round(math.sqrt(every / max(1, math.prod(map(hint, out.shape))))))
+    return sizes[1 if name in ("addmm", "baddbmm") else 0][-1]
 
 
 def count_declined(gm: GraphModule, report: GraphReport) -> None:
@@ -194,16 +192,8 @@ def count_declined(gm: GraphModule, report: GraphReport) -> None:
             name = getattr(n.target, "__name__", str(n.target))
             x = n.meta.get("example_value")
             if name in PRODUCTS and isinstance(x, Tensor):
-                flops = 2 * math.prod(map(hint, x.shape)) * declined_inner_size(n, name)
+                given = [a.meta.get("example_value") for a in operands(n)]
+                tensors = [a for a in given if isinstance(a, Tensor)]
+                flops = 2 * math.prod(map(hint, x.shape)) * inner_size(name, tensors, x)
                 report.flops += flops
                 report.left.append(Left(path_of(n), name, flops, report.declined or ""))
-
-
-def declined_inner_size(n: Node, name: str) -> int:
-    tensors = [x for a in operands(n) if isinstance(x := a.meta.get("example_value"), Tensor)]
-    if len(tensors) < 2:
-        return 1
-    if name == "linear" or name.startswith("conv"):
-        return math.prod(map(hint, tensors[1].shape[1:]))
-    factor = 2 if name == "scaled_dot_product_attention" else 1
-    return factor * hint(tensors[1 if factor == 2 else 0].shape[-2 if factor == 2 else -1])

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,11 @@ from torch.utils._pytree import tree_leaves
 from ..runtime.compat import is_dynamo_compiling
 from . import dynamo
 from .hooks import EmptyHooks
-from .report import Calls, GraphReport, adding
+from .report import GraphReport, adding
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .swapped import Swapped
 
 REPLICATE = "_replicate_for_data_parallel"
 OURS = ("forward", REPLICATE)  # what swap_in puts into a module
@@ -32,22 +35,7 @@ PLAIN = (bool, int, float, str, type(None))
 _numbers = itertools.count()
 
 
-class Block(Protocol):
-    """A swapped method, as what it shares with others sees it."""
-
-    module: nn.Module
-    method: str
-    settings: Settings
-    calls: Calls
-    empty_hooks: EmptyHooks
-    is_alone: bool
-
-    def host(self, *args: Any, **kwargs: Any) -> Any: ...
-    def leave(self) -> None: ...
-    def ran_as_python(self) -> None: ...
-
-
-def called(swapped: Block, *args: Any, **kwargs: Any) -> Any:
+def called(swapped: Swapped, *args: Any, **kwargs: Any) -> Any:
     """This file is none of torch's, whose frames Dynamo skips, so that torch's own containers
     compile, too."""
     if not is_dynamo_compiling():  # Dynamo made no graph of it: this runs as Python
@@ -56,7 +44,7 @@ def called(swapped: Block, *args: Any, **kwargs: Any) -> Any:
     return swapped.host(*args, **kwargs)
 
 
-Running = Callable[[FrameType | None], Block | None]  # whose call it is
+Running = Callable[[FrameType | None], "Swapped | None"]  # whose call it is
 
 
 class Made(NamedTuple):
@@ -64,7 +52,7 @@ class Made(NamedTuple):
 
     report: GraphReport
     form: int | None
-    told: weakref.WeakSet[Block]
+    told: weakref.WeakSet[Swapped]
 
 
 class Graphs:
@@ -81,7 +69,7 @@ class Graphs:
     def __init__(self, settings: Settings, running: Running):
         self.settings, self.running, self.empty_hooks = settings, running, EmptyHooks()
         self.is_private = False
-        self.users: list[weakref.ref[Block]] = []
+        self.users: list[weakref.ref[Swapped]] = []
         self.made: list[Made] = []
 
     def compile(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -98,10 +86,10 @@ class Graphs:
         with adding(functools.partial(self.add, made_of)):
             return fastvit_kernels(gm, inputs, mode=settings.mode, options=settings.options())
 
-    def living(self) -> list[Block]:
+    def living(self) -> list[Swapped]:
         return [swapped for user in self.users if (swapped := user()) is not None]
 
-    def add(self, made_of: Block | None, report: GraphReport, tensors: list[Tensor]) -> None:
+    def add(self, made_of: Swapped | None, report: GraphReport, tensors: list[Tensor]) -> None:
         form = None if made_of is None or made_of.is_alone else form_of(made_of.module)
         made = Made(report, form, weakref.WeakSet())
         self.made.append(made)
@@ -112,7 +100,7 @@ class Graphs:
             else:
                 self.tell(swapped)
 
-    def tell(self, swapped: Block) -> None:
+    def tell(self, swapped: Swapped) -> None:
         """A block is told of graphs made of one that is as it is now; hooks may have come since."""
         if not self.made or swapped.is_alone:
             return
@@ -131,7 +119,7 @@ class Entry:
     """
 
     def __init__(
-        self, swapped: Block, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, swapped: Swapped, running: Running, args: tuple[Any, ...], kwargs: dict[str, Any]
     ):
         name = f"{type(swapped.module).__name__}_{swapped.method}_{next(_numbers)}"
         self.code = called.__code__.replace(co_name=name)
@@ -151,16 +139,16 @@ class Entry:
         """Whether other blocks may join: what its first graph has is known."""
         return bool(self.graphs.made) and not self.graphs.is_private
 
-    def join(self, swapped: Block) -> None:
+    def join(self, swapped: Swapped) -> None:
         self.graphs.users.append(weakref.ref(swapped))
         self.graphs.empty_hooks.join(swapped.module)
         self.graphs.tell(swapped)
 
-    def leave(self, swapped: Block) -> None:
+    def leave(self, swapped: Swapped) -> None:
         self.graphs.users.remove(weakref.ref(swapped))
 
 
-def form_of_call(swapped: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def form_of_call(swapped: Swapped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Equal for calls that one graph can serve, as far as one sees. Whether it does serve, Dynamo's
     guards decide."""
     given = [_form(x) for x in tree_leaves((args, kwargs))]

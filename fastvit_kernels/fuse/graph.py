@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .dynamo import module_path
@@ -161,8 +161,8 @@ def is_pure(n: Node) -> bool:
 class Graph:
     """One graph while rules rewrite it."""
 
-    def __init__(self, gm: GraphModule, fake_mode: Any):
-        self.gm, self.graph, self.fake_mode = gm, gm.graph, fake_mode
+    def __init__(self, graph: torch.fx.Graph, fake_mode: Any):
+        self.graph, self.fake_mode = graph, fake_mode
         self.fired: Counter[str] = Counter()
         self.reasons: dict[Node, dict[str, str]] = {}  # why each rule left a node, the last last
         self.apart: list[tuple[str, str, str]] = []  # name, op, reason: ours, but not as one op
@@ -189,10 +189,6 @@ class Graph:
         start, end = self.order[since], self.order[until]
         found = (n for n, w in self.written if start < self.order[n] < end and own & w)
         return next(found, None)
-
-    def is_written(self, tensors: Iterable[Node], since: Node, until: Node) -> bool:
-        """Whether a node between the two may write to one of these."""
-        return self.writer(tensors, since, until) is not None
 
     def handed_out(self) -> set[int]:
         """Where what the graph gives lies: its caller may write there."""
@@ -223,7 +219,7 @@ class Graph:
         if self.written:
             for n in (*inner, root):
                 reads = (*n.all_input_nodes, n)
-                need(not self.is_written(reads, n, root), f"{called(n)} is written to")
+                need(self.writer(reads, n, root) is None, f"{called(n)} is written to")
         return [n for n in inner if n in gone]
 
     @staticmethod
@@ -300,7 +296,9 @@ class Graph:
             if self.order[n] <= self.order[root] or not found.keys() & set(n.all_input_nodes):
                 continue
             if n.op == "output":
-                same = all(have_same_strides(val(a), found.get(a)) for a in n.all_input_nodes)
+                same = all(
+                    have_same_strides(val(a), found.get(a, val(a))) for a in n.all_input_nodes
+                )
                 need(same, "strides of the model's result")
                 given = storages([found.get(a, val(a)) for a in n.all_input_nodes])
                 need(not given & shown, "a copy in the model's result that becomes a view")
@@ -312,23 +310,24 @@ class Graph:
             with self.fake_mode, n.meta["region"].entered():
                 out = n.target(*given, **named)  # type: ignore[operator]
             shared = storages(out) & storages((given, named))
-            is_own = not shared
             if not storages(val(n)) & storages([val(a) for a in n.all_input_nodes]):
                 shown |= shared
-            if not (is_own and have_same_strides(val(n), out)):
+            if shared or not have_same_strides(val(n), out):
                 found[n] = out
         return found
 
-    def replace_with_strides(
-        self, root: Node, new: Node, gone: Iterable[Node], rule: str, found: dict[Node, Any]
+    def replace(
+        self,
+        root: Node,
+        new: Node,
+        gone: Iterable[Node],
+        rule: str,
+        found: dict[Node, Any] | None = None,
     ) -> None:
-        """`replace` by a node whose strides differ: `found` is what `restride` gave."""
-        for n, out in found.items():
+        """Root's readers read new; root and what went with it are erased. Where new has other
+        strides, `found` is what `restride` gave."""
+        for n, out in (found or {}).items():
             n.meta["val"] = out
-        self.replace(root, new, gone, rule)
-
-    def replace(self, root: Node, new: Node, gone: Iterable[Node], rule: str) -> None:
-        """Root's readers read new; root and what went with it are erased."""
         shown = self.views_of(root, new)
         root.replace_all_uses_with(new)
         for n, out in shown.items():
@@ -337,7 +336,7 @@ class Graph:
             self.number()
         self.fired[rule] += 1
         self.made.clear()
-        self.erase({root, *gone})
+        self.erase(self.in_order({root, *gone}))
 
     def views_of(self, root: Node, new: Node) -> dict[Node, Any]:
         """Fake values of what shares root's storage, once it is of new's."""
@@ -354,8 +353,9 @@ class Graph:
             todo += self.readers(n)
         return found
 
-    def erase(self, nodes: Iterable[Node]) -> None:
-        for n in sorted(nodes, key=self.order.__getitem__, reverse=True):
+    def erase(self, nodes: list[Node]) -> None:
+        """Those that nothing reads, the last first."""
+        for n in reversed(nodes):
             if not n._erased and not n.users:
                 self.graph.erase_node(n)
 
@@ -384,12 +384,10 @@ class Graph:
         """The last word on why a node was left."""
         return next(reversed(self.reasons.get(n, {}).values()), default)
 
-    def undo(self) -> None:
-        """Erase what a rule emitted and did not use."""
-        for n in reversed(self.made):
-            if not n._erased and not n.users:
-                self.graph.erase_node(n)
-        self.made.clear()
+    def undo(self, since: int = 0) -> None:
+        """Erase what a rule emitted, but for its first nodes, and did not use."""
+        self.erase(self.made[since:])
+        del self.made[since:]
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -398,25 +396,23 @@ class Graph:
         try:
             yield
         except Exception as error:
-            for n in reversed(self.made[before:]):
-                if not n._erased and not n.users:
-                    self.graph.erase_node(n)
-            del self.made[before:]
+            self.undo(before)
             if isinstance(error, Decline):
                 raise
             raise Decline(f"an op refused its arguments ({type(error).__name__})") from error
 
+    def in_order(self, nodes: Iterable[Node]) -> list[Node]:
+        return sorted(nodes, key=self.order.__getitem__)
+
     def readers(self, n: Node) -> list[Node]:
-        return sorted(n.users, key=self.order.__getitem__)
+        return self.in_order(n.users)
 
     def only_reader(self, n: Node) -> Node | None:
         return next(iter(n.users)) if len(n.users) == 1 else None
 
 
 def have_same_strides(a: Any, b: Any) -> bool:
-    """Whether two values' tensors, in their order, lie alike; b may be None: it did not change."""
-    if b is None:
-        return True
+    """Whether two values' tensors, in their order, lie alike."""
     pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
     tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor)]
     return all(same_strides(x.shape, x.stride(), y.stride()) for x, y in tensors)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,7 +53,6 @@ class GraphReport:
         left: what stays with the host.
         declined: why the whole graph runs as Dynamo gave it, or None.
         failed: what raised while rewriting; its part of the graph is the host's.
-        seconds: of rewriting it.
         compiled: frame and number of the compile, as torch's logs print them, but for a swapped
             module the number among its own; None unknown.
         graph_break: why Dynamo ended the graph early; "" where it did not.
@@ -66,14 +64,8 @@ class GraphReport:
     left: list[Left] = field(default_factory=list)
     declined: str | None = None
     failed: list[str] = field(default_factory=list)
-    seconds: float = 0.0
     compiled: Compile | None = None
     graph_break: str = ""
-
-    @property
-    def share(self) -> float:
-        """fused_flops of flops; 1.0 where there is nothing to fuse."""
-        return self.fused_flops / self.flops if self.flops else 1.0
 
 
 @dataclass
@@ -244,7 +236,8 @@ class _Summary:
         lines += [
             f"declined: {why}" for why in dict.fromkeys(g.declined for g in self.graphs) if why
         ]
-        lines += _counted("graph break", self.graph_breaks)
+        breaks = Counter(self.graph_breaks).items()
+        lines += [f"{n} graph break{'s' * (n > 1)}: {why}" for why, n in breaks]
         lines += [f"limit met, new kinds of calls run the host's forward: {x}" for x in self.limits]
         lines += [f"{c.name or 'the model'}: {note}" for c in self.calls for note in c.notes]
         return "\n".join(lines)
@@ -293,10 +286,6 @@ def _left_lines(left: list[Left]) -> list[str]:
         f"{f' {op}' if op else ''}: {reason}"
         for (name, op, reason), rows in alike.items()
     ]
-
-
-def _counted(what: str, reasons: list[str]) -> list[str]:
-    return [f"{n} {what}{'s' * (n > 1)}: {why}" for why, n in Counter(reasons).items()]
 
 
 @dataclass
@@ -367,7 +356,3 @@ def reason_for_pytorch(model: nn.Module) -> str:
     parts = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
     found = next((p for p in parts if p.is_floating_point() and is_raw(p)), None)
     return (reason_for_torch(found) or "") if found is not None else ""
-
-
-def weakly(model: nn.Module) -> Any:
-    return weakref.ref(model)

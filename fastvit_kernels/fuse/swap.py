@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Iterable
 from inspect import getattr_static
 from types import FunctionType
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from . import report, select
+from . import select
 from .batch import check_batch, try_example
 from .entry import REPLICATE
 from .measure import measure_step
@@ -98,7 +99,7 @@ def swap_in(
         warnings.warn(f"swap_in: {type(model).__name__}: nothing to fuse", stacklevel=2)
     swap_out(model)
     calls = _install(model, chosen, settings)
-    found = SwapReport(list(chosen), calls, left_out, model=report.weakly(model))
+    found = SwapReport(list(chosen), calls, left_out, model=weakref.ref(model))
     if example is not None:
         try_example(model, example, lambda: swap_out(model))
     if measure is not None:

@@ -162,8 +162,8 @@ def in_one_region(n: Node, base: Node) -> bool:
     return (here.grad, here.inference) == (there.grad, there.inference)
 
 
-def base_of(n: Node) -> Node | None:
-    """The argument that a whitelisted view is of, one step back; it may be a copy."""
+def view_base(n: Node) -> Node | None:
+    """What a node is a plain view of, one step back."""
     base = None
     if op(n) in VIEWS:
         base = input_of(n)
@@ -173,15 +173,7 @@ def base_of(n: Node) -> Node | None:
         base = input_of(n.args[0])  # type: ignore[arg-type]
     if not is_tensor(n) or not is_tensor(base) or not same_kind(n, base):
         return None
-    return base
-
-
-def view_base(n: Node) -> Node | None:
-    """What a node is a plain view of, one step back."""
-    base = base_of(n)
-    if base is None or storage_of(val(n)) != storage_of(val(base)):
-        return None
-    return base
+    return base if storage_of(val(n)) == storage_of(val(base)) else None
 
 
 def step_back(n: Node, base: Node, path: list[Node]) -> Node:
@@ -308,18 +300,19 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype in WIDE and other in WIDE and torch.promote_types(dtype, other) == dtype
 
 
-def uncast(n: Any, path: list[Node]) -> Any:
-    """Back through casts to a wider floating dtype (exact) and what `same_tensor` leaves out."""
+def uncast(n: Any, path: list[Node], rounds: bool = False) -> Any:
+    """Back through what `same_tensor` leaves out and casts to a wider floating dtype, which are
+    exact; with `rounds` also through those to a narrower one."""
     while isinstance(n, Node):
         n = same_tensor(n, path)
         if op(n) not in CASTS or not is_tensor(base := input_of(n)):
             return n
         a, b = val(n), val(base)
-        if not (holds(a.dtype, b.dtype) and in_one_region(n, base)):
+        if not (holds(a.dtype, b.dtype) or (rounds and holds(b.dtype, a.dtype))):
             return n
-        if a.device != b.device or not eq(shape(n), shape(base)):
+        if not in_one_region(n, base) or not eq(shape(n), shape(base)):
             return n
-        if a.requires_grad != b.requires_grad:
+        if (a.device, a.requires_grad) != (b.device, b.requires_grad):
             return n
         path.append(n)
         n = base

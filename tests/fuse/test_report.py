@@ -195,6 +195,22 @@ def test_a_graph_that_is_left_whole_names_its_products(monkeypatch):
     assert [(left.op, left.flops) for left in report.left] == [("linear", 2 * 9 * 32 * 64)] * 2
 
 
+class Added(nn.Linear):
+    def forward(self, x):
+        return torch.addmm(x[0, 0], x, self.weight)
+
+
+@pytest.mark.parametrize("error", [Decline("not this one"), ValueError(" \n")])
+def test_a_graph_that_is_declined_counts_what_it_multiplies(monkeypatch, error):
+    def normalised(gm, inputs):
+        raise error
+
+    monkeypatch.setattr("fastvit_kernels.fuse.backend.normalised", normalised)
+    with pytest.warns(RuntimeWarning, match="nothing of its matmul .* is fused"):
+        report = swap_in(Added(5, 40), example=torch.randn(3, 40))
+    assert [(left.op, left.flops) for left in report.left] == [("addmm", 2 * 3 * 40 * 5)]
+
+
 class Loads(nn.Linear):
     def forward(self, x):
         self.weight.data = torch.ones_like(self.weight)

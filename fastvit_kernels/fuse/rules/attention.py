@@ -313,8 +313,6 @@ def as_four_axes(g: Graph, call: Call) -> None:
 def joined(g: Graph, n: Node) -> tuple[Node, list[Node]]:
     """Where (B, H, T, D) has become (B, T, H D), (T, B, H D) or (T B, H D), and the nodes on the
     way; or n itself."""
-    if val(n).ndim != 4:
-        return n, []
     B, H, T, D = shape(n)
     turned = g.only_reader(n)
     if turned is None or op(turned) not in ("transpose", "permute", "swapaxes", "movedim"):

@@ -40,7 +40,7 @@ def as_new(g: Graph, n: Node) -> None:
             raise Decline("strides that something reads") from error
         finally:
             g.number()
-    g.replace_with_strides(n, new, [], "in place", found)
+    g.replace(n, new, [], "in place", found)
     g.number()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph import Graph, aten, is_pure
-from ..views import SEVERAL_VIEWS, UNSET, VIEWS, input_of, is_number, is_tensor, op, val
+from ..views import CASTS, SEVERAL_VIEWS, UNSET, VIEWS, input_of, is_number, is_tensor, op, val
 
 MOST_ELEMENTS = 1 << 22
 MOST_NODES = 60
@@ -97,11 +97,7 @@ def bounds(g: Graph, n: Any, depth: int = 30) -> tuple[float, float] | None:
 
 def bounds_of_call(g: Graph, n: Node, depth: int) -> tuple[float, float] | None:
     name = op(n)
-    if name in ("index", "clone", "index_select", *VIEWS, *SEVERAL_VIEWS):
-        return bounds(g, input_of(n), depth)
-    if name == "embedding":
-        return bounds(g, n.args[0], depth)
-    if name in ("to", "_to_copy", "type_as"):
+    if name in ("index", "index_select", "embedding", "clone", *CASTS, *VIEWS, *SEVERAL_VIEWS):
         return bounds(g, input_of(n), depth)
     if name in ("zeros", "zeros_like", "new_zeros"):
         return (0.0, 0.0)

@@ -64,7 +64,7 @@ def put(g: Graph, root: Node, new: Node, gone: list[Node], rule: str) -> None:
     except Exception:  # a view that strides do not allow, or a Decline
         g.replace(root, g.laid_out(root, new, root), gone, rule)
     else:
-        g.replace_with_strides(root, new, gone, rule, found)
+        g.replace(root, new, gone, rule, found)
 
 
 def patches_of(n: Node) -> tuple[Node, Node, Node | None]:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from ..graph import Graph, is_float, need
 from ..views import holds, input_of, op, same_map, same_place, shape, uncast, val, view, view_base
 from .rope_tables import same_value, tables
-from .rotation import Rotation, recast, rotation_of
+from .rotation import Rotation, rotation_of
 
 
 class HeadNorm(NamedTuple):
@@ -75,7 +75,7 @@ def in_layout(
 ) -> tuple[Node, bool]:
     """Back through copies, exact casts (with `rounds`, any) and exchanges of heads and tokens."""
     while True:
-        n = recast(n, path) if rounds else uncast(n, path)
+        n = uncast(n, path, rounds)
         base = view_base(n)
         if base is None or val(base).ndim != 4 or val(n).ndim != 4:
             return n, by_tokens

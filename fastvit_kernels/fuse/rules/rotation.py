@@ -19,19 +19,15 @@ from torch.fx import Node
 
 from ..graph import Decline, is_float, need
 from ..views import (
-    CASTS,
     ORDER_KEEPING,
-    WIDE,
     View,
     bound,
     eq,
-    in_one_region,
     input_of,
     is_number,
     is_tensor,
     op,
     same_map,
-    same_tensor,
     shape,
     source,
     step_back,
@@ -57,7 +53,7 @@ def rotation_of(n: Node, tokens: int, path: list[Node]) -> tuple[Rotation, Node]
 
     The path gets the nodes in between. Raises Decline where a node is no rotation.
     """
-    n = recast(n, path)
+    n = uncast(n, path, rounds=True)
     need(is_tensor(n) and val(n).ndim == 4, "a rotation of other than four axes")
     if op(n) == "add":
         return by_tables(n, path)
@@ -97,7 +93,7 @@ def by_tables(n: Node, path: list[Node]) -> tuple[Rotation, Node]:
 def products(n: Node, path: list[Node]) -> list[tuple[Node, Node]]:
     """The factors of both terms of a sum or difference of two products."""
     need(len(n.args) == 2 and not n.kwargs and all(map(is_tensor, n.args)), "a scaled sum")
-    terms = [recast(t, path) for t in n.args]  # type: ignore[arg-type]
+    terms = [uncast(t, path, rounds=True) for t in n.args]
     for t in terms:
         plain = op(t) == "mul" and len(t.args) == 2 and all(map(is_tensor, t.args))
         need(plain, "a sum of no rotation")
@@ -353,21 +349,3 @@ def views_back(n: Node, path: list[Node]) -> list[Node]:
         n = step_back(n, base, path)
         found.append(n)
     return found
-
-
-def recast(n: Node, path: list[Node]) -> Node:
-    """Back through copies and casts of floating dtypes, those that round included."""
-    while True:
-        n = same_tensor(n, path)
-        base = input_of(n) if op(n) in CASTS else None
-        if not is_tensor(base) or not is_plain_cast(n, base):
-            return n
-        path.append(n)
-        n = base
-
-
-def is_plain_cast(n: Node, base: Node) -> bool:
-    a, b = val(n), val(base)
-    alike = (a.device, a.requires_grad) == (b.device, b.requires_grad)
-    is_wide = a.dtype in WIDE and b.dtype in WIDE
-    return in_one_region(n, base) and alike and eq(shape(n), shape(base)) and is_wide

@@ -32,7 +32,7 @@ def rows_in_order(g: Graph, n: Node) -> None:
         found = g.restride(root, new)
     except (RuntimeError, ValueError) as error:  # a view that other strides do not allow
         raise Decline("strides that something reads") from error
-    g.replace_with_strides(root, new, gone, "rows in order", found)
+    g.replace(root, new, gone, "rows in order", found)
 
 
 def before(x: Node, path: list[Node]) -> Node:

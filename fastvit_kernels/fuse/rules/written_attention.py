@@ -63,7 +63,7 @@ def written_attention(g: Graph, n: Node) -> None:
         raise Decline(in_attention(n, weights) or str(reason)) from None
     b = bound(softmax)
     need(b["dim"] in (-1, val(softmax).ndim - 1), "a softmax over another axis")
-    scores = scores_of(b["self"], val(softmax).ndim)
+    scores = scores_of(b["self"])
     path += [softmax, *scores.path]
     for each in path:
         x = val(each)
@@ -172,7 +172,7 @@ def sizes(n: Node) -> list[int]:
     return sorted(map(hint, shape(n)))
 
 
-def scores_of(n: Node, rank: int) -> Scores:
+def scores_of(n: Node) -> Scores:
     """Back from a softmax to the product of queries and keys."""
     found = Scores(n)
     at = n
@@ -318,10 +318,8 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
     need(val(q).dtype == val(k).dtype, "queries and keys of different dtypes")
     for mask in (*scores.masks, *(hidden for hidden, _ in scores.hidden)):
         need(val(mask).ndim <= 5 and val(mask).device == val(q).device, "a mask elsewhere")
-        is_number_like = val(mask).is_floating_point() or val(mask).dtype == torch.bool
-        need(is_number_like, "a mask of integers")
     for mask in scores.masks:
-        need(val(mask).is_floating_point(), "a boolean mask that is added")
+        need(val(mask).is_floating_point(), "an added mask of booleans or integers")
     every = [shape(mask)[-4:][::-1] for mask in (*scores.masks, *(h for h, _ in scores.hidden))]
     for sizes in itertools.zip_longest(*every, fillvalue=1):
         wide = [s for s in sizes if not eq(s, 1)]
