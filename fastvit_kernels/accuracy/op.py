@@ -77,15 +77,12 @@ class Arg:
 
 
 class Whole(NamedTuple):
-    """What a tensor of integers holds: numbers from 0, below this one."""
+    """What a tensor of integers holds: numbers from 0, below this one, distinct along an axis."""
 
     dtype: torch.dtype
     below: int
-    distinct: bool = False  # along the last axis
 
     def make(self, shape: Shape, generator: torch.Generator) -> Tensor:
-        if not self.distinct:
-            return torch.randint(self.below, shape, generator=generator, dtype=self.dtype)
         order = torch.rand(*shape[:-1], self.below, generator=generator).argsort(-1)
         return order[..., : shape[-1]].to(self.dtype, memory_format=torch.contiguous_format)
 
@@ -152,11 +149,10 @@ class Case:
     function: Function
     specification: Function
     make: Callable[[], Inputs]
-    dtype: torch.dtype | None = None  # whose eps sets the floor, if not the coarsest of the inputs
 
     @cached_property
     def reference(self) -> Reference:
-        return Reference(self.specification, self.make(), dtype=self.dtype)
+        return Reference(self.specification, self.make())
 
 
 @dataclass(frozen=True, eq=False)

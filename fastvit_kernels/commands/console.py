@@ -68,13 +68,6 @@ def errors_told(logits: Error, gradients: Sequence[Error]) -> str:
     return "\n".join(lines)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of a table in columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def finite(value: Any) -> Any:
     """The value with null for each number that is not finite: JSON has none."""
     if isinstance(value, dict):

@@ -99,7 +99,7 @@ def decide(choice: Choice, call: Callable[[], Any], timer: Timer, deadline: floa
     if not default_us:
         return None
     us = default_us, min(best_us, default_us)
-    return Entry(choice.table, choice.key, tuned_table.fields(best), *us)
+    return Entry(choice.table, choice.key, best._asdict(), *us)
 
 
 def tune(

@@ -234,14 +234,10 @@ def saves_are_own() -> bool:
 _keeps_saves = _find("torch:_C._autograd._get_current_graph_task_keep_graph", gone=lambda: True)
 
 
-def is_recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph records what runs on x's device: it is to run again, on other values."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def reads_last(x: Tensor) -> bool:
-    """In a backward on x's device: whether what was saved for it is read for the last time."""
-    return not (_keeps_saves() or is_recorded(x))
+    """In a backward on x's device: whether what was saved for it is read for the last time. What a
+    CUDA graph records is to run again, on other values."""
+    return not (_keeps_saves() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 # The number of the backward under way, -1 outside. Gone: as if there were none.

@@ -47,11 +47,6 @@ def table_path(gpu: Gpu) -> Path:
     return Path(base) / "fastvit_kernels" / f"{name}-{gpu.arch}.json"
 
 
-def fields(config: Any) -> dict[str, int | str | bool]:
-    """A config, which is a NamedTuple, by its field names."""
-    return config._asdict()
-
-
 def _origin(gpu: Gpu) -> dict[str, Any]:
     """What must agree between the process that measured and the one that reads."""
     versions = {"fastvit_kernels": __version__, "triton": str(triton.__version__)}
@@ -70,7 +65,7 @@ def entry(gpu: Gpu, raw: Any) -> tuple[Entry, Any]:
     try:
         found = Entry(**{**raw, "key": tuple(raw["key"])})
         table = TABLES[found.table]
-        shipped = next(c for c in table.configs if repr(fields(c)) == repr(found.config))
+        shipped = next(c for c in table.configs if repr(c._asdict()) == repr(found.config))
         assert table.fits(gpu, shipped, *found.key), "it does not fit"
         return found, shipped
     except Exception as error:  # a wrong table or key may raise anything

@@ -21,8 +21,9 @@ import torch
 
 from fastvit_kernels.accuracy.runner import quiet_interpreter
 from fastvit_kernels.commands import check, options
-from fastvit_kernels.commands.console import CommandError, aligned, refusing
+from fastvit_kernels.commands.console import CommandError, refusing
 from fastvit_kernels.runtime.configs import TABLES
+from tests.machine.table import aligned
 
 from . import worker
 from .isolated import Item, python, run_isolated

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, aligned
+from fastvit_kernels.commands.console import CommandError
 from fastvit_kernels.commands.models import fused_model, input_shape, run_step
 from fastvit_kernels.runtime.backend import gpu
 
 from .aot import TARGETS, WHOLE, CompileError, Kernel, Share, compile_step
+from .table import aligned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.machine.aot import TARGETS
@@ -77,3 +77,10 @@ def compare(
     gone = (key for key in former if whole and key[0] in compiled and key not in rows)
     remarks += [f"no longer compiled: {' '.join(key)}" for key in gone]
     return regressions, remarks
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of a table in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

@@ -126,20 +126,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Integers:
-    """One tensor of integers; those that are distinct along the last axis lie dense."""
+    """One tensor of integers, distinct along the last axis, dense."""
 
     shape: tuple[int, ...]
     whole: Whole
-    layout: str = "dense"
 
     def make(self, seed: int, keep: bool = False) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        if self.whole.distinct:
-            return self.whole.make(self.shape, generator).to(DEVICE)
-        layout = LAYOUTS[self.layout]
-        strides = layout.strides(self.shape)
-        flat = self.whole.make((_extent(self.shape, layout),), generator)
-        return flat.to(DEVICE).as_strided(self.shape, strides, layout.offset)
+        return self.whole.make(self.shape, generator).to(DEVICE)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _case(draw: Draw, op: Op) -> Case:
     for name, shape in op.shapes_of(sizes).items():
         arg = op.args[name]
         if name in integers:
-            inputs[name] = Integers(shape, integers[name], draw(_layout(len(shape))))
+            inputs[name] = Integers(shape, integers[name])
             continue
         given = arg.required or name in sizes.get("given", ()) or pick(False, True)
         inputs[name] = _spec(draw, arg, shape, operand) if given else None

@@ -44,7 +44,7 @@ def _patch_shapes(s: Any) -> dict[str, Shape]:
 
 
 def _patch_integers(s: Any) -> dict[str, Whole]:
-    keep = Whole(getattr(s, "index", torch.int64), math.prod(s.grid), distinct=True)
+    keep = Whole(getattr(s, "index", torch.int64), math.prod(s.grid))
     return {"keep": keep}
 
 
