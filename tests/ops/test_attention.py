@@ -164,5 +164,5 @@ def test_qkv_bias_gradient_with_dropout():
     qkv, dout = rand(2, 20, 3, 2, 32, grad=False), rand(2, 20, 2, 32, seed=1, grad=False)
     seed, ops = torch.tensor([5], device=DEVICE), torch.ops.fastvit_kernels
     out, lse = ops.attention_fwd(qkv, seed, 0.2, 0.5)
-    dqkv, dbias = ops.attention_and_bias_bwd(dout, qkv, out, lse, seed, 0.2, 0.5, fp32)
+    dqkv, _, dbias = ops.attention_bwd(dout, qkv, out, lse, seed, 0.2, 0.5, bias_dtype=fp32)
     torch.testing.assert_close(dbias, dqkv.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)

@@ -14,6 +14,7 @@ configs: the other files here. Source: arXiv:2307.08691. Derivation: docs/attent
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from ...runtime.arguments import (
     check_dropout,
     check_number,
     check_tensor,
+    empty,
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa, torch_sdpa_with
@@ -35,24 +37,20 @@ from ...runtime.dispatch import (
     grad_enabled,
 )
 from ...runtime.operator import Route, differentiable, operator
+from ..common.reduction import column_sum, zeroed
+from .backward_bias import launch_bias_grad
 from .configs import MAX_D
 from .launch import (
     Softmax,
     bwd_flops,
     empty_dqkv,
-    empty_outputs,
+    empty_lse,
     fwd_flops,
     launch_bwd,
     launch_fwd,
     readable,
 )
-from .masked import (
-    as_four_axes,
-    check_mask,
-    masked_attention_bwd,
-    masked_attention_fwd,
-    unsupported_mask,
-)
+from .masked import as_four_axes, check_mask, unsupported_mask
 
 
 def attention_ref(
@@ -80,16 +78,37 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
 
-@operator(fake=empty_outputs, flops=fwd_flops)
+def _empty_fwd(qkv: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
+    return out, empty_lse(out, mask)
+
+
+@operator(fake=_empty_fwd, flops=fwd_flops)
 def attention_fwd(
-    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float
+    qkv: Tensor, seed: Tensor | None, scale: float, dropout_p: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Packed (B, T, 3, H, D) -> out (B, T, H, D), lse (B, H, T) fp32 in log2 units."""
+    """Packed (B, T, 3, H, D), mask of four axes -> out (B, T, H, D), lse (`empty_lse`)."""
     qkv = readable(qkv)
-    return launch_fwd(qkv.unbind(2), Softmax(scale, dropout_p, seed), packed=qkv)
+    packed = qkv if mask is None else None
+    return launch_fwd(qkv.unbind(2), Softmax(scale, dropout_p, seed, mask), packed=packed)
 
 
-@operator(fake=empty_dqkv, flops=bwd_flops)
+def _empty_bwd(
+    qkv: Tensor, mask: Tensor | None, needs_dmask: bool, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dmask = mask.new_empty(mask.shape) if needs_dmask and mask is not None else None
+    dbias = None
+    if bias_dtype is not None:
+        dbias = empty((qkv.shape[2:].numel(),), bias_dtype, qkv.device)
+    return empty_dqkv(qkv), dmask, dbias
+
+
+def _flops_bwd(dout, needs_dmask):
+    again = 4 * math.prod(dout) * dout[1]  # scores and dp once more
+    return bwd_flops(dout) + (again if needs_dmask else 0)
+
+
+@operator(fake=_empty_bwd, flops=_flops_bwd)
 def attention_bwd(
     dout: Tensor,
     qkv: Tensor,
@@ -98,15 +117,27 @@ def attention_bwd(
     seed: Tensor | None,
     scale: float,
     dropout_p: float,
-) -> Tensor:
-    """dqkv (B, T, 3, H, D), contiguous."""
-    dqkv = empty_dqkv(qkv)
-    if qkv.numel():
-        qkv = readable(qkv)
-        softmax, heads = Softmax(scale, dropout_p, seed), qkv.unbind(2)
-        grads, packed = dqkv.unbind(2), (dqkv, qkv)
-        launch_bwd(grads, readable(dout), heads, out, lse, softmax, packed=packed)
-    return dqkv
+    mask: Tensor | None = None,
+    needs_dmask: bool = False,
+    bias_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dqkv (B, T, 3, H, D), contiguous; the mask's gradient, None where none is needed; the column
+    sums of dqkv (3 H D,) in bias_dtype, without a mask, None where that is None."""
+    dqkv, dmask, dbias = grads = _empty_bwd(qkv, mask, needs_dmask, bias_dtype)
+    if qkv.numel() == 0:
+        return zeroed(*grads)
+    dout, qkv = readable(dout), readable(qkv)
+    heads, softmax = qkv.unbind(2), Softmax(scale, dropout_p, seed, mask)
+    packed = (dqkv, qkv) if mask is None else None
+    _, delta, sums = launch_bwd(
+        dqkv.unbind(2), dout, heads, out, lse, softmax, packed, has_bias=dbias is not None
+    )
+    if dmask is not None:
+        assert delta is not None and mask is not None
+        launch_bias_grad(dmask, dout, heads, lse, delta, mask, softmax)
+    if dbias is not None:
+        column_sum(dqkv.view(-1, dbias.shape[0]) if sums is None else sums, dbias)
+    return dqkv, dmask, dbias  # pyright: ignore[reportReturnType]
 
 
 class AttentionSpec(NamedTuple):
@@ -126,10 +157,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, mask, seed, spec):
-        if mask is None:
-            out, lse = attention_fwd[spec.route](qkv, seed, spec.scale, spec.dropout_p)
-        else:
-            out, lse = masked_attention_fwd[spec.route](qkv, mask, seed, spec.scale, spec.dropout_p)
+        out, lse = attention_fwd[spec.route](qkv, seed, spec.scale, spec.dropout_p, mask)
         ctx.save_for_backward(qkv, out, lse, mask, seed)
         ctx.spec = spec
         return out
@@ -141,12 +169,9 @@ class AttentionFunction(torch.autograd.Function):
         qkv, out, lse, mask, seed = ctx.saved_tensors
         scale, dropout_p = ctx.spec.scale, ctx.spec.dropout_p
         route = backward_route(ctx.spec.route, dout)
-        if mask is None:
-            dqkv = attention_bwd[route](dout, qkv, out, lse, seed, scale, dropout_p)
-            return dqkv, None, None, None
         needs_dmask = ctx.needs_input_grad[1]
-        dqkv, dmask = masked_attention_bwd[route](
-            dout, qkv, out, lse, mask, seed, scale, dropout_p, needs_dmask
+        dqkv, dmask, _ = attention_bwd[route](
+            dout, qkv, out, lse, seed, scale, dropout_p, mask, needs_dmask
         )
         return dqkv, dmask if needs_dmask else None, None, None
 
@@ -243,6 +268,4 @@ def attention(
         attn_mask = as_four_axes(attn_mask)
     if spec.needs_gradient:
         return apply_attention[route](qkv, attn_mask, seed, spec)
-    if attn_mask is not None:
-        return masked_attention_fwd[route](qkv, attn_mask, seed, spec.scale, dropout_p)[0]
-    return attention_fwd[route](qkv, seed, spec.scale, dropout_p)[0]
+    return attention_fwd[route](qkv, seed, spec.scale, dropout_p, attn_mask)[0]

@@ -512,12 +512,6 @@ def tokens_first(shape: tuple[int, ...]) -> Layout:
     return tuple(shape), (T * H * D, D, H * D, 1)
 
 
-def empty_outputs(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Of packed (B, T, 3, H, D): out (B, T, H, D), lse (B, H, T)."""
-    out = qkv.new_empty(qkv.shape[:2] + qkv.shape[3:])
-    return out, empty_rows(out)
-
-
 def fwd_flops(qkv: Any) -> int:
     """Of a forward of packed (B, T, 3, H, D), by its shape."""
     B, T, _, H, D = qkv

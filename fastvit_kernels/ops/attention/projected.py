@@ -21,7 +21,6 @@ from ...runtime.arguments import (
     check_shape,
     check_tensor,
     compute_dtype,
-    empty,
     needs_gradient,
 )
 from ...runtime.compat import torch_sdpa
@@ -32,11 +31,9 @@ from ...runtime.dispatch import (
     first_order,
     grad_enabled,
 )
-from ...runtime.operator import REGISTERED, Operator, Route, differentiable, operator
+from ...runtime.operator import Route, differentiable, operator
 from ..common.gemm import matmul, product_with_bias
-from ..common.reduction import column_sum
 from .functions import attention_bwd, attention_fwd, check_scores, draw_seed, unsupported_scale
-from .launch import Softmax, bwd_flops, empty_dqkv, launch_bwd, launch_fwd, readable
 
 
 def qkv_attention_ref(
@@ -64,51 +61,6 @@ def qkv_projection_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads
     """(B, T, C) -> qkv (B, T, 3, H, D); one dtype."""
     D = weight.shape[0] // (3 * num_heads)
     return product_with_bias(x, weight, bias).view(*x.shape[:2], 3, num_heads, D)
-
-
-Projected = tuple[Tensor, Tensor, Tensor]  # qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T)
-
-
-def _in_one(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
-    B, T, _ = x.shape
-    D = weight.shape[0] // (3 * num_heads)
-    qkv = product_with_bias(x, weight, bias).view(B, T, 3, num_heads, D)
-    return qkv, *launch_fwd(qkv.unbind(2), Softmax(scale, dropout_p, seed), packed=qkv)
-
-
-def _in_two(x, weight, bias, seed, num_heads, scale, dropout_p) -> Projected:
-    qkv = qkv_projection_fwd[REGISTERED](x, weight, bias, num_heads)
-    return qkv, *attention_fwd[REGISTERED](qkv, seed, scale, dropout_p)
-
-
-# Who looks on sees two operators: a checkpoint can keep what attention gives, and not qkv.
-qkv_attention_fwd = Operator(_in_one, _in_two)
-
-
-def _empty_attention_and_bias_bwd(qkv: Tensor, bias_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return empty_dqkv(qkv), empty((qkv.shape[2:].numel(),), bias_dtype, qkv.device)
-
-
-@operator(fake=_empty_attention_and_bias_bwd, flops=bwd_flops)
-def attention_and_bias_bwd(
-    dout: Tensor,
-    qkv: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """dqkv (B, T, 3, H, D) contiguous, and its column sums (3 H D,) in bias_dtype."""
-    dqkv, dbias = _empty_attention_and_bias_bwd(qkv, bias_dtype)
-    if qkv.numel() == 0:
-        return dqkv, dbias.zero_()
-    dout, qkv = readable(dout), readable(qkv)
-    grads, heads, softmax = dqkv.unbind(2), qkv.unbind(2), Softmax(scale, dropout_p, seed)
-    _, _, sums = launch_bwd(grads, dout, heads, out, lse, softmax, (dqkv, qkv), has_bias=True)
-    column_sum(dqkv.view(-1, dbias.shape[0]) if sums is None else sums, dbias)
-    return dqkv, dbias
 
 
 def _empty_qkv_projection_bwd(
@@ -164,9 +116,9 @@ class QkvAttentionFunction(torch.autograd.Function):
         if spec.casts:
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
             bias = None if bias is None else bias.to(spec.dtype)
-        qkv, out, lse = qkv_attention_fwd[spec.route](
-            x, weight, bias, seed, spec.num_heads, spec.scale, spec.dropout_p
-        )
+        # two operators: a checkpoint can keep what attention gives, and not qkv
+        qkv = qkv_projection_fwd[spec.route](x, weight, bias, spec.num_heads)
+        out, lse = attention_fwd[spec.route](qkv, seed, spec.scale, spec.dropout_p)
         ctx.save_for_backward(x, weight, qkv, out, lse, seed)
         ctx.spec = spec
         return out
@@ -179,17 +131,15 @@ class QkvAttentionFunction(torch.autograd.Function):
         spec = ctx.spec
         route = backward_route(spec.route, dout)
         needs = list(ctx.needs_input_grad[:3])
-        arguments = dout, qkv, out, lse, seed, spec.scale, spec.dropout_p
-        dbias = None
-        if needs[2]:
-            dqkv, dbias = attention_and_bias_bwd[route](*arguments, spec.bias_dtype)
-        else:
-            dqkv = attention_bwd[route](*arguments)
+        bias_dtype = spec.bias_dtype if needs[2] else None
+        dqkv, _, dbias = attention_bwd[route](
+            dout, qkv, out, lse, seed, spec.scale, spec.dropout_p, None, False, bias_dtype
+        )
         dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, needs[:2])
         return (
             dx if needs[0] else None,
             dweight if needs[1] else None,
-            dbias,
+            dbias if needs[2] else None,
             None,
             None,
         )
@@ -277,5 +227,5 @@ def qkv_attention(
     if spec.casts:
         x, weight = x.to(spec.dtype), weight.to(spec.dtype)
         bias = None if bias is None else bias.to(spec.dtype)
-    fwd = qkv_attention_fwd[spec.route]
-    return fwd(x, weight, bias, seed, num_heads, spec.scale, dropout_p)[1]
+    qkv = qkv_projection_fwd[spec.route](x, weight, bias, num_heads)
+    return attention_fwd[spec.route](qkv, seed, spec.scale, dropout_p)[0]

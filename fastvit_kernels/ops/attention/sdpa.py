@@ -70,41 +70,16 @@ def sdpa_fwd(
     return launch_fwd(heads, Softmax(scale, dropout_p, seed, mask, is_causal), heads_first=True)
 
 
-def _empty_bwd(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _empty_like(k), _empty_like(k)
+def _empty_bwd(
+    q: Tensor, k: Tensor, mask: Tensor | None, needs_dmask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dmask = mask.new_empty(mask.shape) if needs_dmask and mask is not None else None
+    return _empty_like(q), _empty_like(k), _empty_like(k), dmask
 
 
-def _flops_bwd(q, k):
-    return 10 * math.prod(q) * k[2]  # as torch counts it, with the scores computed anew
-
-
-def _gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    is_causal: bool,
-    dmask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, (B, H, T, D); dmask is filled where it is not None."""
-    if not out.numel():
-        if dmask is not None:
-            dmask.zero_()
-        return zeroed(*_empty_bwd(q, k))  # keys without a query, perhaps
-    dout, heads = readable(dout, 2), (readable(q, 2), readable(k, 2), readable(v, 2))
-    softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
-    grads, delta, _ = launch_bwd(None, dout, heads, out, lse, softmax, heads_first=True)
-    if dmask is not None:
-        assert mask is not None and delta is not None
-        dout, *views = (x.transpose(1, 2) for x in (dout, *heads))
-        launch_bias_grad(dmask, dout, tuple(views), lse, delta, mask, softmax)
-    return tuple(grads)  # pyright: ignore[reportReturnType]
+def _flops_bwd(q, k, needs_dmask):
+    products = 14 if needs_dmask else 10  # as torch counts it, with the scores computed anew
+    return products * math.prod(q) * k[2]
 
 
 @operator(fake=_empty_bwd, flops=_flops_bwd)
@@ -120,38 +95,22 @@ def sdpa_bwd(
     scale: float,
     dropout_p: float,
     is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D)."""
-    return _gradients(dout, q, k, v, out, lse, mask, seed, scale, dropout_p, is_causal)
-
-
-def _empty_and_mask_bwd(
-    q: Tensor, k: Tensor, mask: Tensor
+    needs_dmask: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_empty_bwd(q, k), mask.new_empty(mask.shape)
-
-
-def _flops_and_mask_bwd(q, k):
-    return 14 * math.prod(q) * k[2]  # the scores and dp once more
-
-
-@operator(fake=_empty_and_mask_bwd, flops=_flops_and_mask_bwd)
-def sdpa_and_mask_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor,
-    seed: Tensor | None,
-    scale: float,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As sdpa_bwd, and the gradient of an additive mask of four axes that broadcast."""
-    dmask = mask.new_empty(mask.shape)
-    arguments = dout, q, k, v, out, lse, mask, seed, scale, dropout_p, False
-    return *_gradients(*arguments, dmask), dmask
+    """dq (B, H, T_q, D), dk and dv (B, H, T_kv, D), and the gradient of an additive mask of four
+    axes that broadcast, None where none is needed."""
+    if not out.numel():
+        return zeroed(*_empty_bwd(q, k, mask, needs_dmask))  # keys without a query, perhaps
+    dout, heads = readable(dout, 2), (readable(q, 2), readable(k, 2), readable(v, 2))
+    softmax = Softmax(scale, dropout_p, seed, mask, is_causal)
+    grads, delta, _ = launch_bwd(None, dout, heads, out, lse, softmax, heads_first=True)
+    dmask = None
+    if needs_dmask:
+        assert mask is not None and delta is not None
+        dmask = mask.new_empty(mask.shape)
+        dout, *views = (x.transpose(1, 2) for x in (dout, *heads))
+        launch_bias_grad(dmask, dout, tuple(views), lse, delta, mask, softmax)
+    return *grads, dmask  # pyright: ignore[reportReturnType]
 
 
 class SdpaSpec(NamedTuple):
@@ -182,10 +141,10 @@ class SdpaFunction(torch.autograd.Function):
         if grad_enabled():
             return first_order("sdpa", SdpaFunction.backward, ctx, dout)
         spec, route = ctx.spec, backward_route(ctx.spec.route, dout)
-        arguments = dout, *ctx.saved_tensors, spec.scale, spec.dropout_p
-        if ctx.needs_input_grad[3]:
-            return *sdpa_and_mask_bwd[route](*arguments), None, None
-        return *sdpa_bwd[route](*arguments, spec.is_causal), None, None, None
+        needs_dmask = ctx.needs_input_grad[3]
+        arguments = *ctx.saved_tensors, spec.scale, spec.dropout_p, spec.is_causal
+        *grads, dmask = sdpa_bwd[route](dout, *arguments, needs_dmask)
+        return *grads, dmask if needs_dmask else None, None, None
 
 
 apply_sdpa = differentiable(SdpaFunction)
