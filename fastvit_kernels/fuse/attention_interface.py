@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, library, nn
 
-from ..ops.attention.launch import Packing, empty_dqkv, empty_rows
+from ..ops.attention.launch import empty_dqkv
 from ..ops.attention.sdpa import scaled_dot_product_attention
 from ..ops.attention.varlen import (
+    empty_fwd,
     varlen_attention,
     varlen_attention_bwd,
     varlen_attention_fwd,
     varlen_attention_ref,
 )
-from ..runtime.arguments import empty
 from ..runtime.backend import reason_for_torch
 from ..runtime.operator import NAMESPACE, operator
 
@@ -136,20 +136,14 @@ def packed_attention(
 # The operator ---------------------------------------------------------------------------------
 
 
-def _empty_fwd(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    total, _, H, D = qkv.shape
-    out = empty((total, H, D), qkv.dtype, qkv.device)
-    return out, empty_rows(out.unsqueeze(0), Packing(cu_seqlens, max_seqlen))
-
-
-@operator(fake=_empty_fwd)
+@operator(fake=empty_fwd)
 def packed_attention_fwd(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(total, 3, H, D) -> out (total, H, D), lse; by PyTorch, lse is not written."""
     if reason_for_torch(qkv) is None:
         return varlen_attention_fwd.eager(qkv, cu_seqlens, None, max_seqlen, scale, 0.0)
-    lse = _empty_fwd(qkv, cu_seqlens, max_seqlen)[1]
+    lse = empty_fwd(qkv, cu_seqlens, max_seqlen)[1]
     return varlen_attention_ref(qkv, cu_seqlens, max_seqlen, scale).contiguous(), lse
 
 

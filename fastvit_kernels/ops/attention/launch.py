@@ -374,23 +374,6 @@ class BwdCall(NamedTuple):
 
 
 @launch_plan
-def _is_fused_dq(gpu: Gpu, *fields: Any) -> bool:
-    """Whether backward_fused_dq.py computes the backward; fields: those of `Problem`."""
-    problem = Problem(gpu, *fields)
-    if problem.shape[1] != problem.T_kv or INTERPRETED:
-        return False
-    return configs.BWD_TABLE.choose(problem.gpu, *problem.key()) == configs.FUSED_DQ
-
-
-@launch_plan
-def _is_in_turns(gpu: Gpu, *fields: Any) -> bool:
-    """Whether the Gluon kernel computes the backward of packed qkv; fields: those of `Problem`."""
-    problem = Problem(gpu, *fields)
-    form = configs.BWD_TABLE.choose(problem.gpu, *problem.key())
-    return form == configs.PINGPONG_BWD and problem.shape[3] == 64 and not INTERPRETED
-
-
-@launch_plan
 def bwd_call(
     gpu: Gpu,
     dbias: bool,
@@ -410,12 +393,16 @@ def bwd_call(
     layouts = Layouts(gpu, *fields).tokens_first()
     (B, _, H, D), dbias = layouts.shape, dbias and layouts.dropout_p == 0
     of_warps = layout((8 * B, 3 * H * D)) if dbias else None
-    if of_qkv and _is_in_turns(*layouts.problem()):
+    problem = Problem(*layouts.problem())
+    form = None
+    if problem.shape[1] == problem.T_kv and not INTERPRETED:
+        form = configs.BWD_TABLE.choose(gpu, *problem.key())
+    if of_qkv and form == configs.PINGPONG_BWD and D == 64:
         from .backward_pingpong import bwd_pingpong
 
         launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
         return BwdCall(launch, None, (), (), of_qkv=True, partials=of_warps)
-    if _is_fused_dq(*layouts.problem()):
+    if form == configs.FUSED_DQ:
         from .backward_fused_dq import bwd_fused_dq
 
         if min(map(min, layouts.strides)) == 0:
@@ -674,7 +661,8 @@ def launch_bwd(
     of_qkv = packed is not None and packed[1].is_contiguous() and dout.is_contiguous()
     call = bwd_call(*layouts, of_qkv=of_qkv)
     if call.copies:
-        dout, *qkv = (x.contiguous() for x in (dout, *qkv))
+        # .contiguous() gives back a tensor whose axis of stride 0 has one element
+        dout, *qkv = (x.clone(memory_format=torch.contiguous_format) for x in (dout, *qkv))
         return launch_bwd(grads, dout, qkv, out, lse, softmax, None, has_bias, heads_first)
     if call.one_pass is None and call.dq is None and call.fused_dq is None:
         given = grads, dout, qkv, out, lse, softmax, heads_first

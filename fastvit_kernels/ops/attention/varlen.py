@@ -109,7 +109,7 @@ def check_lengths(op: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> N
         lengths_of(op, cu_seqlens, total, max_seqlen)
 
 
-def _empty_fwd(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
+def empty_fwd(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
     total, _, H, D = qkv.shape
     out = empty((total, H, D), qkv.dtype, qkv.device)
     return out, empty_rows(out.unsqueeze(0), Packing(cu_seqlens, max_seqlen))
@@ -120,7 +120,7 @@ def _flops_fwd(qkv, max_seqlen):
     return 4 * H * total * max_seqlen * D
 
 
-@operator(fake=_empty_fwd, flops=_flops_fwd)
+@operator(fake=empty_fwd, flops=_flops_fwd)
 def varlen_attention_fwd(
     qkv: Tensor,
     cu_seqlens: Tensor,

@@ -73,7 +73,6 @@ def matmul(
     *,
     out_dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """The plain product a b + bias.
 
@@ -84,16 +83,14 @@ def matmul(
         a, b: (M, K) and (K, N) of one dtype, any strides.
         out_dtype: dtype of the result; a.dtype by default, fp32 also where a and b have 16 bits.
         bias: (N,), dtype of a, or None.
-        out: (M, N), written whole; allocated where None. Its dtype is then the result's.
     Returns: (M, N).
     Precision: fp32 accumulators. With a 16-bit a and an fp32 result nothing is rounded between.
     """
-    if out is None:
-        plain = out_dtype is None or out_dtype == a.dtype
-        if plain and a.is_cuda | (a.dtype.itemsize > 2) and not is_autocast_on():
-            return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-        shape = (a.shape[0], b.shape[1])
-        out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+    plain = out_dtype is None or out_dtype == a.dtype
+    if plain and a.is_cuda | (a.dtype.itemsize > 2) and not is_autocast_on():
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    shape = (a.shape[0], b.shape[1])
+    out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
     if out.dtype != a.dtype:
         if a.is_cuda and out.dtype == torch.float32:
             torch.mm(a, b, out_dtype=torch.float32, out=out)

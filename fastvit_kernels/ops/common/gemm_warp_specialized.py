@@ -472,19 +472,3 @@ def launch_warp_specialized(
 def parts(x: Tensor, M: int, N: int, stride: int) -> Any:
     """Of x (M, N), whose rows are so far apart: what is finished at once."""
     return tensor_map(x, (M, N), (stride, 1), (ROWS.value, COLUMNS.value))
-
-
-__all__ = [
-    "COLUMNS",
-    "FINISHERS",
-    "GROUP",
-    "ROWS",
-    "Barriers",
-    "Tiles",
-    "buffers",
-    "launch_warp_specialized",
-    "load_operands",
-    "multiply_operands",
-    "parts",
-    "send",
-]

@@ -151,6 +151,3 @@ def launch_gated(
         F,
         K,
     )
-
-
-__all__ = ["launch_gated"]

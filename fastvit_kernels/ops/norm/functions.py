@@ -40,7 +40,6 @@ from ...runtime.arguments import (
     check_input,
     check_samples,
     check_shape,
-    empty_gradients,
     needs_gradient,
 )
 from ...runtime.backend import dtype_reason
@@ -111,20 +110,18 @@ def _empty_bwd(
     x: Tensor,
     sum_dtype: torch.dtype,
     needs_dparams: bool,
-    d_dtype: torch.dtype | None = None,
-    row_scale: Tensor | None = None,
-    needs_g: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_dtype: torch.dtype | None,
+    row_scale: Tensor | None,
+    needs_g: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     sums = (num_sums(center, needs_dparams, needs_g), x.shape[-1])
-    d, *_ = empty_gradients(x.device, (tuple(shape_of_d(x, row_scale)), d_dtype))
+    d = None if d_dtype is None else x.new_empty(shape_of_d(x, row_scale), dtype=d_dtype)
     return x.new_empty(x.shape), x.new_empty(sums, dtype=sum_dtype), d
 
 
-def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
-    """Forward, backward, and the backward that also gives what the linear that gave x reads.
-
-    Eager, all are the launchers themselves: the backward gives a d of None too.
-    """
+def _operators(center: bool) -> tuple[Operator, Operator]:
+    """Forward and backward, which can also give what the linear layer that gave x reads. Eager,
+    they are the launchers themselves."""
 
     def fwd(
         x: Tensor,
@@ -148,51 +145,30 @@ def _operators(center: bool) -> tuple[Operator, Operator, Operator]:
         x: Tensor,
         weight: Tensor | None,
         stats: Tensor,
-        param_dtype: torch.dtype,
-        needs_dparams: bool,
-        samples: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """dx (..., C) in x.dtype; (2, C), dweight above dbias, in param_dtype, of RMSNorm dweight
-        alone, or (0, C)."""
-        given = dy, dresidual, x, weight, stats, param_dtype, needs_dparams, samples
-        return launch_norm_bwd(center, *given)[:2]
-
-    def rows_bwd(
-        dy: Tensor,
-        dresidual: Tensor | None,
-        x: Tensor,
-        weight: Tensor | None,
-        stats: Tensor,
         sum_dtype: torch.dtype,
         needs_dparams: bool,
-        samples: Tensor | None,
-        d_dtype: torch.dtype | None,
-        row_scale: Tensor | None,
-        needs_g: bool,
+        samples: Tensor | None = None,
+        d_dtype: torch.dtype | None = None,
+        row_scale: Tensor | None = None,
+        needs_g: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dx; sums in sum_dtype, of the rows dweight, dbias, sum_rows d those that are needed;
         d = row_scale * dx (..., C) in d_dtype, None where that is None."""
         given = dy, dresidual, x, weight, stats, sum_dtype, needs_dparams, samples
         return launch_norm_bwd(center, *given, d_dtype, row_scale, needs_g)
 
-    def empty_bwd(x: Tensor, param_dtype: torch.dtype, needs_dparams: bool) -> Any:
-        return _empty_bwd(center, x, param_dtype, needs_dparams)[:2]
-
-    for launcher in (fwd, bwd, rows_bwd):
+    for launcher in (fwd, bwd):
         launcher.__name__ = f"{'layer' if center else 'rms'}_norm_{launcher.__name__}"
-    rows = operator(fake=functools.partial(_empty_bwd, center))(rows_bwd)
     forward = operator(fake=functools.partial(_empty_fwd, center))(fwd)
-    launch_fwd = functools.partial(launch_norm_fwd, center)
-    launch_bwd = functools.partial(launch_norm_bwd, center)
+    backward = operator(fake=functools.partial(_empty_bwd, center))(bwd)
     return (
-        forward._replace(eager=launch_fwd),
-        operator(fake=empty_bwd)(bwd)._replace(eager=launch_bwd),
-        rows._replace(eager=launch_bwd),
+        forward._replace(eager=functools.partial(launch_norm_fwd, center)),
+        backward._replace(eager=functools.partial(launch_norm_bwd, center)),
     )
 
 
-layer_norm_fwd, layer_norm_bwd, layer_norm_rows_bwd = _operators(center=True)
-rms_norm_fwd, rms_norm_bwd, rms_norm_rows_bwd = _operators(center=False)
+layer_norm_fwd, layer_norm_bwd = _operators(center=True)
+rms_norm_fwd, rms_norm_bwd = _operators(center=False)
 
 
 class NormSpec(NamedTuple):
@@ -202,7 +178,6 @@ class NormSpec(NamedTuple):
     op: str
     fwd: Operator
     bwd: Operator
-    rows_bwd: Operator  # of a norm that reads what a linear layer gave
     needs_gradient: bool
     eps: float
     out_dtype: torch.dtype
@@ -271,25 +246,13 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     spec: NormSpec = ctx.spec
     assert spec.route is not None
     route, reader = backward_route(spec.route, dy, dresidual), consumer_of(x)
+    given = dy, dresidual, x, weight, stats
     if reader is None:
-        dx, sums, *_ = spec.bwd[route](
-            dy, dresidual, x, weight, stats, spec.param_dtype, needs_dparams, samples
-        )
+        dx, sums, _ = spec.bwd[route](*given, spec.param_dtype, needs_dparams, samples)
     else:
         d_dtype, g_dtype = reader.reads
-        dx, sums, d = spec.rows_bwd[route](
-            dy,
-            dresidual,
-            x,
-            weight,
-            stats,
-            dtype_of_sums(reader, spec.param_dtype),
-            needs_dparams,
-            samples,
-            d_dtype,
-            reader.row_scale,
-            g_dtype is not None,
-        )
+        wanted = dtype_of_sums(reader, spec.param_dtype), needs_dparams, samples, d_dtype
+        dx, sums, d = spec.bwd[route](*given, *wanted, reader.row_scale, g_dtype is not None)
         grad_handoff.put(reader, dx, d, sums)
         sums = as_dtype(sums, spec.param_dtype)
     if not needs_dparams:
@@ -334,7 +297,6 @@ def _decide(
         op=op,
         fwd=layer_norm_fwd if center else rms_norm_fwd,
         bwd=layer_norm_bwd if center else rms_norm_bwd,
-        rows_bwd=layer_norm_rows_bwd if center else rms_norm_rows_bwd,
         needs_gradient=needs_gradient(x, weight, bias, residual),
         eps=eps,
         out_dtype=out_dtype,
