@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from .dynamo import guard_hooks
-from .graph import Decline, Graph, is_foreign_linear, path_of
+from .graph import Decline, Graph, is_foreign_linear, path_of, writes
 from .normalise import bodies, forget_fakes, forget_nodes, is_checkpoint, keep_sources, normalised
 from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
 from .rules.epilogue import BRANCHES
 from .settings import Options
-from .views import hint, op, shape, val
+from .views import hint, is_tensor, op, shape, storage_of, val
 
 PRODUCTS = set(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d convolution "
@@ -49,12 +49,19 @@ def fastvit_kernels(
     made = rewrite(gm, example_inputs, ours)
     if ours.compiler == "eager":
         run_checkpoints(made)
+        run = made.forward
+    else:
         if made is not gm:
-            forget_nodes(made)
-        return made.forward
-    if made is not gm:
-        keep_sources(gm, made)
-    return by_inductor(made, example_inputs, mode, ours.rest)
+            keep_sources(gm, made)
+        run = by_inductor(made, example_inputs, mode, ours.rest)
+    if made is gm:
+        return run
+    if ours.compiler == "eager":
+        forget_nodes(made)
+    if written := made.meta["written"]:
+        run = where_apart(run, gm.forward, written)
+        forget_nodes(gm)
+    return run
 
 
 def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule:
@@ -67,6 +74,7 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
             made, mode = normalised(gm, inputs)
             for body in bodies(made):
                 rewrite_body(body, mode, options, report, is_whole=body is made)
+            made.meta["written"] = written_inputs(made) if report.rules else []
         forget_fakes(made)
     except Decline as reason:
         made, report = gm, GraphReport(declined=str(reason))
@@ -78,6 +86,27 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
     record(report, [x for x in inputs if isinstance(x, nn.Parameter)], gm)
     guard_hooks()
     return made
+
+
+def written_inputs(made: GraphModule) -> list[int]:
+    """Which inputs' memory the graph writes to."""
+    written = {storage for n in made.graph.nodes for storage in writes(n)}
+    inputs = enumerate(made.graph.find_nodes(op="placeholder"))
+    return [i for i, n in inputs if is_tensor(n) and storage_of(val(n)) in written]
+
+
+def where_apart(
+    run: Callable[..., Any], captured: Callable[..., Any], written: list[int]
+) -> Callable[..., Any]:
+    """The rules asked which tensors shared memory in the first call, which no guard holds: where
+    others share an input's that is written to, the graph runs as it was captured."""
+
+    def call(*inputs: Any) -> Any:
+        places = [x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0 for x in inputs]
+        apart = all(places[i] == 0 or places.count(places[i]) == 1 for i in written)
+        return (run if apart else captured)(*inputs)
+
+    return call
 
 
 def keep_nothing(x: Any) -> None:

@@ -152,6 +152,11 @@ def draws(n: Node) -> bool:
     return is_operator and torch.Tag.nondeterministic_seeded in n.target.tags
 
 
+def may_draw(n: Node) -> bool:
+    """As `draws`, of what is unknown too."""
+    return draws(n) or (is_opaque(n) and not is_foreign_linear(n))
+
+
 def is_pure(n: Node) -> bool:
     if n.op != "call_function" or is_opaque(n) or state_of(n):
         return False
@@ -210,17 +215,26 @@ class Graph:
             )
         if draw is not None and draw is not root:
             start, end = self.order[draw], self.order[root]
-            others = [n for n in self.graph.nodes if start < self.order[n] < end and draws(n)]
-            need(not others, "other random numbers are drawn in between")
+            between = [n for n in self.graph.nodes if start < self.order[n] < end]
+            need(not any(map(may_draw, between)), "other random numbers are drawn in between")
         gone = self.only_for(root, inner)
         for n in inner:
             is_view = op(n) in VIEWS | SEVERAL_VIEWS or n.target is operator.getitem
             need(n in gone or is_view, f"{called(n)} is read elsewhere too")
+            need(n in gone or not self.is_shown(n), f"{called(n)} is given to the caller")
         if self.written:
             for n in (*inner, root):
                 reads = (*n.all_input_nodes, n)
                 need(self.writer(reads, n, root) is None, f"{called(n)} is written to")
         return [n for n in inner if n in gone]
+
+    def is_shown(self, n: Node) -> bool:
+        """Whether the caller gets n, with a gradient that would go around it: not where it is, at
+        run time, the tensor that it is made of."""
+        base = n.all_input_nodes[0]
+        is_base = op(n) in ("contiguous", "to") and storage_of(val(n)) == storage_of(val(base))
+        given = self.graph.output_node().all_input_nodes
+        return is_tensor(n) and val(n).requires_grad and n in given and not is_base
 
     @staticmethod
     def only_for(root: Node, nodes: list[Node]) -> set[Node]:

@@ -168,13 +168,16 @@ def _others(model: nn.Module, known: list[str], reason: str) -> list[Left]:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """Inside, what a call writes to a model's buffers and generators is undone at the end."""
+    """Inside, what a call does to a model's buffers and generators is undone at the end."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    slots = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
+        for held, before in slots:
+            held.update(before)  # those that were assigned
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):

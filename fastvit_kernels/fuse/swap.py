@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 import weakref
@@ -28,8 +29,14 @@ def _entrances(module: nn.Module) -> list[str]:
     """forward, and the model's other methods that run its blocks."""
     names = {n for c in type(module).__mro__ if c is not nn.Module for n in vars(c)}
     found = [n for n in sorted(names) if _ENTRANCES.fullmatch(n)]
-    cls = type(module)
-    return ["forward"] + [n for n in found if isinstance(getattr_static(cls, n), FunctionType)]
+    methods = {n: getattr_static(type(module), n) for n in found}
+    return ["forward"] + [n for n, method in methods.items() if _runs_when_called(method)]
+
+
+def _runs_when_called(method: Any) -> bool:
+    """Whether it is a method, and neither a generator nor a coroutine."""
+    lazy = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return isinstance(method, FunctionType) and not method.__code__.co_flags & lazy
 
 
 def _install(model: nn.Module, chosen: dict[str, nn.Module], settings: Settings) -> list[Calls]:

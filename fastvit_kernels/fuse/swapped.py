@@ -36,6 +36,7 @@ from .settings import Settings
 
 # What Dynamo raises while it traces; the first words it adds to the host's own errors, too.
 TRACING = ("\nfrom user code:", "Guard failed on the same frame it was created")
+TWICE = "in this call what comes before that ran twice"
 LITTLE = 0.01  # of the FLOPs: less fused than that is worth a warning
 
 
@@ -141,13 +142,18 @@ class Swapped:
             if not isinstance(error, self.tracing_errors) and not any(w in text for w in TRACING):
                 raise
             failure = f"{type(error).__name__}: {' '.join(text.split())[:200]}"
-            if self.has_begun(error):
-                failure += "; in this call what comes before that ran twice"
+            if begun := self.has_begun(error):
+                failure += f"; {TWICE}"
         else:
             if not self.looked:
                 self.look()
             return out
-        out = self.host(*args, **kwargs)  # wrong shapes raise here, by the host's own words
+        try:
+            out = self.host(*args, **kwargs)
+        except Exception:  # wrong shapes, by the host's own words
+            if begun:
+                self.warn(TWICE)
+            raise
         self.run_host(f"torch._dynamo cannot trace it ({failure})")
         return out
 

@@ -35,13 +35,14 @@ CASTS = {"to", "_to_copy", "type_as"}
 
 
 def op(n: Any) -> str:
-    """ATen's name of a call without its overload; ours as "fk.<name>"; "" for anything else."""
+    """ATen's name of a call without its overload; ours as "fk.<name>"; "" for anything else, and
+    for a view of the bits as another dtype, which ends a gradient."""
     if not isinstance(n, Node) or n.op != "call_function":
         return ""
     if n.meta.get("ours"):
         return "fk." + n.target.__name__
     if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "aten":
-        return n.target._opname
+        return "" if n.target is torch.ops.aten.view.dtype else n.target._opname
     return ""
 
 

@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from ..graph import Graph, aten, is_pure
@@ -75,7 +75,8 @@ def is_finite(g: Graph, mask: Node) -> bool:
 def bounds(g: Graph, n: Any, depth: int = 30) -> tuple[float, float] | None:
     """Between which numbers the elements of a node lie, as far as its operations tell.
 
-    A parameter that learns counts as finite: a row of -inf in it would have ended the training.
+    A parameter that learns counts as finite: a row of -inf in it would have ended the training. A
+    tensor of the caller's does not, whatever it learns: padding may have been added to it.
     """
     if is_number(n):
         return (n, n) if math.isfinite(n) else None
@@ -87,7 +88,8 @@ def bounds(g: Graph, n: Any, depth: int = 30) -> tuple[float, float] | None:
         return None
     if n.op in ("placeholder", "get_attr"):
         limit = torch.finfo(val(n).dtype).max
-        return (-limit, limit) if val(n).requires_grad else None
+        learns = isinstance(val(n), nn.Parameter) and val(n).requires_grad
+        return (-limit, limit) if learns else None
     if not is_pure(n) or not g.is_untouched(n):
         return None
     found = bounds_of_call(g, n, depth - 1)

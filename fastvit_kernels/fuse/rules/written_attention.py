@@ -320,6 +320,8 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
         need(val(mask).ndim <= 5 and val(mask).device == val(q).device, "a mask elsewhere")
     for mask in scores.masks:
         need(val(mask).is_floating_point(), "an added mask of booleans or integers")
+        rounded = val(mask).dtype == torch.float64 != val(q).dtype
+        need(not rounded, "a mask in float64 for heads in less")
     every = [shape(mask)[-4:][::-1] for mask in (*scores.masks, *(h for h, _ in scores.hidden))]
     for sizes in itertools.zip_longest(*every, fillvalue=1):
         wide = [s for s in sizes if not eq(s, 1)]

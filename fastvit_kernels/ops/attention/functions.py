@@ -64,7 +64,8 @@ def attention_ref(
     if attn_mask is None:
         return torch_sdpa(q, k, v, dropout_p=dropout_p, scale=scale).transpose(1, 2)
     mask = as_four_axes(attn_mask)
-    mask = mask if mask.dtype is torch.bool else mask.to(qkv.dtype)
+    if mask.dtype not in (torch.bool, torch.float32):  # torch adds those as they are
+        mask = mask.to(qkv.dtype)
     if mask.shape[0] in (1, q.shape[0]):  # len() would fix the sizes of an export
         out = torch_sdpa_with(mask, q, k, v, dropout_p, scale=scale)
     else:
