@@ -61,6 +61,16 @@ def fingerprint(model: nn.Module, inputs: Any) -> str:
     return "\n".join(parts)
 
 
+def kind_of(model: nn.Module) -> str:
+    """Equal for two small models that differ in sizes alone: as `fingerprint` without numbers."""
+    parts = []
+    for name, module in model.named_modules():
+        words = {k: v for k, v in vars(module).items() if isinstance(v, (bool, str, type(None)))}
+        given = [n for n, p in module._parameters.items() if p is not None]
+        parts.append(f"{name} {type(module)} {sorted(words.items())} {given}")
+    return "\n".join(parts)
+
+
 class Found(NamedTuple):
     """What a training step of both gave.
 

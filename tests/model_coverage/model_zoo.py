@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,10 @@ def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
     return None
 
 
+@cache
 def hf_names() -> list[str]:
-    """Classes of transformers whose main input is images, base models first; but for convnets."""
+    """Classes of transformers whose main input is images, base models first; but for convnets, and
+    for linear heads on base models."""
     import transformers
 
     found = set()
@@ -251,7 +254,17 @@ def hf_names() -> list[str]:
             and value.main_input_name == "pixel_values"
             and "pixel_values" in inspect.signature(value.forward).parameters
         }
+    found -= {name for name in found if "ForImageClassification" in name and _base(name) in found}
     return sorted(found, key=lambda name: ("For" in name, name))
+
+
+def has_base(host: str, name: str) -> bool:
+    """Whether a model is a head of transformers on a base model that has a row of its own."""
+    return host == "transformers" and "For" in name and _base(name) in hf_names()
+
+
+def _base(name: str) -> str:
+    return name.rpartition("For")[0] + "Model"
 
 
 class _Tower(nn.Module):

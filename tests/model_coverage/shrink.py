@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from .model_zoo import on_meta
 
 LARGEST = 40e6  # parameters of a cut model
-DRAWN = 65_537  # numbers of an initial value that are drawn; a prime, so that no rows are alike
+LARGE = 65_536  # numbers of a tensor that gets no initial values
 LARGEST_IMAGE = 384  # of a cut model: attention in float64 over all its patches
 DROP_PATH = 0.3
 Built = tuple[nn.Module, dict[str, Tensor]]  # a model and its keyword arguments
@@ -94,19 +94,31 @@ FILLS = {getattr(Tensor, n) for n in "add_ clamp_ div_ erfinv_ fill_ mul_ zero_"
 DRAWS = {Tensor.normal_, Tensor.uniform_}
 
 
+def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that a call gives initial values; None of another call."""
+    if getattr(func, "__module__", None) == nn.init.__name__:
+        return kwargs["tensor"]  # as its functions hand themselves to a mode
+    return args[0] if func in FILLS | DRAWS else None
+
+
 class _QuickFills(TorchFunctionMode):
     """Initial values cost little, since models are built whole and most of one is cut away: none on
-    meta, where an operation in place is slow; of random ones DRAWN, repeated."""
+    meta, where an operation in place is slow; a large parameter stays zero until `randomize`, in
+    memory that nothing touches; another large tensor is zero for random values."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in FILLS | DRAWS and args[0].is_meta:
-            return args[0]
-        if func not in DRAWS or args[0].numel() <= DRAWN or not args[0].is_contiguous():
-            return func(*args, **(kwargs or {}))
-        drawn = func(args[0].new_empty(DRAWN), *args[1:], **(kwargs or {}))
-        for part in args[0].view(-1).split(DRAWN):
-            part.copy_(drawn[: len(part)])
-        return args[0]
+        kwargs = kwargs or {}
+        if func is torch.empty and "memory_format" not in kwargs:
+            func = torch.zeros
+        filled = _filled(func, args, kwargs)
+        if filled is not None and filled.is_meta:
+            return filled
+        if filled is not None and filled.numel() > LARGE:
+            if isinstance(filled, nn.Parameter):
+                return filled
+            if func in DRAWS:
+                return filled.zero_()
+        return func(*args, **kwargs)
 
 
 @contextmanager

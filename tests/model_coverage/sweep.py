@@ -2,12 +2,14 @@
 
 Each model is made small and runs in a process of its own, under
 torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as it is: a training
-step in float64, with outputs, all gradients, buffers and random numbers the same; outputs and
-gradients by the 2x rule in eval mode in fp32, and of a training step swapped in by block under bf16
-autocast. Models that are the same once they are small run once. A run that was ended goes on where
-it was. --sample N runs N of the models, each in float64 and one of the two other ways, and holds
-their shares against the table; with --inductor the training step in float64 alone, compiled by
-Inductor, with --batches that step and one of a larger batch by swap_in, whose graph takes both.
+step in float64, with outputs, all gradients, buffers and random numbers the same; and, one by its
+name, outputs and gradients by the 2x rule in eval mode in fp32, or of a training step swapped in by
+block under bf16 autocast. Models that are the same once they are small run once; in float64 alone
+run those that differ from an earlier one in their sizes, those of which our ops have little, and
+heads on a base model of transformers. A run that was ended goes on where it was. --sample N holds
+the shares of N of the models against the table; with --inductor the training step in float64 alone,
+compiled by Inductor, with --batches that step and one of a larger batch by swap_in, whose graph
+takes both.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fastvit_kernels.fuse.report import GraphReport
 from fastvit_kernels.runtime.compat import define_torchvision_operators
 
 from . import model_zoo, shrink
-from .compare import Found, by_2x_rule, fingerprint, in_float64, randomize
+from .compare import Found, by_2x_rule, fingerprint, in_float64, kind_of, randomize
 from .model_zoo import HOSTS
 
 TABLE = Path(__file__).with_name("coverage.csv")
@@ -50,6 +52,7 @@ Judge = Callable[["Row", Any, Any], "Row"]  # of a row, a small model and its in
 AS_DYNAMO = "as torch.compile, not as the host"
 EVAL, BLOCKS = "in eval mode", "by block in bf16"  # ways by the 2x rule
 SHARES = ("share", "share_float64", "share_blocks")
+LITTLE = 10.0  # percent in our ops: a convnet, of which other ways tell no more
 NEAR = 2.0  # points of a share that a sample may lose
 
 
@@ -60,7 +63,8 @@ class Row:
     Attributes:
         share: percent of the products' and attention's FLOPs that run in our ops, in fp32 in eval
             mode, in float64 in training (a host that rounds to fp32 inside is left as it is), and
-            of the blocks that repeat under bf16 autocast; "" if not run.
+            of the blocks that repeat under bf16 autocast; "" if not run. Where only float64 ran,
+            `share` is its share.
         run: "same", "as torch.compile, not as the host: what", "not run: why", or "WRONG: what".
         left: the reasons for the rest, the most FLOPs first.
     """
@@ -112,7 +116,8 @@ def judge_step(row: Row, model: Any, inputs: Any, **way: Any) -> Row:
 
 
 def with_step(row: Row, found: Found) -> Row:
-    row.share_float64 = f"{share_of(found.reports):.1f}"
+    row.share = row.share_float64 = f"{share_of(found.reports):.1f}"
+    row.left = reasons_of(found.reports)
     row.graphs = str(len(found.reports))
     row.run = f"WRONG: {found.wrong}"[:300] if found.wrong else "same"
     if found.dynamo:
@@ -120,39 +125,36 @@ def with_step(row: Row, found: Found) -> Row:
     return row
 
 
-def judge(row: Row, model: Any, inputs: Any, ways: Sequence[str] = (EVAL, BLOCKS)) -> Row:
-    """The row with what a small model gave, in float64 and in the ways. Raises: as `judge_step`."""
+def judge(row: Row, model: Any, inputs: Any) -> Row:
+    """The row with what a small model gave in float64 and, unless our ops have little of it, in the
+    way of its name. Raises: as `judge_step`."""
     exact = in_float64(model, inputs)
     with_step(row, exact)
-    if row.run.startswith(AS_DYNAMO):
-        row.share = row.share_float64
+    if row.run.startswith(AS_DYNAMO) or share_of(exact.reports) < LITTLE:
         return row
-    runs = {
-        EVAL: partial(by_2x_rule, model, inputs, training=False),
-        BLOCKS: partial(by_2x_rule, model, inputs, True, torch.bfloat16, oracle=exact.host),
-    }
-    for way in ways:
-        try:
-            with patch.object(dynamo, "let_batch_vary", lambda *_: None):  # see judge_batches
-                found = runs[way]()
-        except shrink.NotShrunk as refused:
-            row.left += f"; not run {way}: {refused}"
-            continue
-        if way == EVAL:
-            row.share, row.graphs = f"{share_of(found.reports):.1f}", str(len(found.reports))
-            row.left = reasons_of(found.reports)
-        else:
-            row.share_blocks = f"{share_of(found.reports):.1f}"
-        if found.wrong:
-            row.run = f"WRONG {way}: {found.wrong}"
-    row.run = row.run[:300]
+    way = way_of(row.model)
+    try:
+        with patch.object(dynamo, "let_batch_vary", lambda *_: None):  # see judge_batches
+            if way == EVAL:
+                found = by_2x_rule(model, inputs, training=False)
+            else:
+                found = by_2x_rule(model, inputs, True, torch.bfloat16, oracle=exact.host)
+    except shrink.NotShrunk as refused:
+        row.left += f"; not run {way}: {refused}"
+        return row
+    if way == EVAL:
+        row.share, row.graphs = f"{share_of(found.reports):.1f}", str(len(found.reports))
+        row.left = reasons_of(found.reports)
+    else:
+        row.share_blocks = f"{share_of(found.reports):.1f}"
+    if found.wrong:
+        row.run = f"WRONG {way}: {found.wrong}"[:300]
     return row
 
 
-def judge_in_turn(row: Row, model: Any, inputs: Any) -> Row:
-    """As `judge` in one of the two ways, by the model's name."""
-    way = (EVAL, BLOCKS)[crc32(row.model.encode()) % 2]
-    return judge(row, model, inputs, [way])
+def way_of(name: str) -> str:
+    """One of the two ways by the 2x rule, always the same of a name."""
+    return (EVAL, BLOCKS)[crc32(name.encode()) % 2]
 
 
 judge_inductor = partial(judge_step, compiler="inductor")
@@ -161,23 +163,26 @@ judge_batches = partial(judge_step, two_batches=True)
 
 def run_model(
     host: str, name: str, known: Mapping[str, Row], judged: Judge = judge
-) -> tuple[Row, str]:
-    """The row of one model, and its fingerprint; a row of `known` where that is there."""
-    row, key = Row(host, model_zoo.version_of(host), name), ""
+) -> tuple[Row, list[str]]:
+    """The row of one model, and keys of `known` by which it is found again: its fingerprint, whose
+    row another model of the same takes, and its kind, which `judge` need not judge again."""
+    row = Row(host, model_zoo.version_of(host), name)
     torch.manual_seed(0)
     candidates, refused = small_models(host, name), ""
     for _ in range(TRIED):
         try:
             model, inputs = next(candidates)
-            key = fingerprint(model, inputs)
+            key, kind = keys = [fingerprint(model, inputs), kind_of(model)]
             if key in known:
-                return replace(known[key], host=row.host, version=row.version, model=name), key
+                return replace(known[key], host=row.host, version=row.version, model=name), keys
+            if judged is judge and (kind in known or model_zoo.has_base(host, name)):
+                judged = judge_step
             model = randomize(model)
-            return judged(row, model, inputs), key
+            return judged(row, model, inputs), keys
         except (shrink.NotShrunk, StopIteration) as error:
             refused = refused or str(error) or "it has no small version"
     row.run = f"not run: {refused}"[:200]
-    return row, ""
+    return row, []
 
 
 def spare_memory_work() -> None:
@@ -199,7 +204,7 @@ def _send(pipe: Any, host: str, name: str, known: Mapping[str, Row], judged: Jud
         found = run_model(host, name, known, judged)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = Row(host, model_zoo.version_of(host), name, run=f"WRONG: {text}"[:300]), ""
+        found = Row(host, model_zoo.version_of(host), name, run=f"WRONG: {text}"[:300]), []
     pipe.send(found)
     pipe.close()
 
@@ -224,12 +229,12 @@ class Job:
         self.process.start()
         theirs.close()
 
-    def done(self) -> tuple[Row, str] | None:
-        """The row and the model's fingerprint, or None while it runs."""
-        key, row = "", Row(self.host, model_zoo.version_of(self.host), self.name)
+    def done(self) -> tuple[Row, list[str]] | None:
+        """What `run_model` gave, or None while it runs."""
+        keys, row = [], Row(self.host, model_zoo.version_of(self.host), self.name)
         if self.pipe.poll():
             try:
-                row, key = self.pipe.recv()
+                row, keys = self.pipe.recv()
             except EOFError:
                 self.process.join()
                 row.run = f"not run: the process ended with {self.process.exitcode}"
@@ -240,7 +245,7 @@ class Job:
         else:
             return None
         self.process.join()
-        return row, key
+        return row, keys
 
 
 def run_all(
@@ -257,9 +262,9 @@ def run_all(
         for job in list(running):
             if (ended := job.done()) is not None:
                 running.remove(job)
-                row, key = ended
-                if key:
-                    known[key] = row
+                row, keys = ended
+                for key in keys:
+                    known.setdefault(key, row)
                 yield row
         connection.wait([job.pipe for job in running], timeout=1.0)
 
@@ -316,7 +321,7 @@ def main(words: Sequence[str] | None = None) -> int:
     gc.freeze()  # what the processes of all models share
     found = {(r.host, r.model): r for r in read_table(arguments.out)}
     if arguments.sample is not None:
-        judged = judge_inductor if arguments.inductor else judge_in_turn
+        judged = judge_inductor if arguments.inductor else judge
         judged = judge_batches if arguments.batches else judged
         return check_sample(every, arguments.sample, found, arguments.jobs, arguments.limit, judged)
     new = [name for name in every if not _is_done(found.get(name))]

@@ -10,16 +10,45 @@ from torch import nn
 
 from fastvit_kernels.fuse.report import GraphReport, Left
 from tests.model_coverage import model_zoo, shrink, sweep
+from tests.model_coverage.compare import Found
 
 pytest.importorskip("timm")
 
 
-def test_a_model_is_a_row_with_its_shares():
-    row, key = sweep.run_model("nn", "TransformerEncoder", {})
-    assert (row.share, row.share_float64, row.share_blocks) == ("100.0", "100.0", "100.0")
+@pytest.mark.parametrize("name", ["TransformerEncoder", "TransformerEncoder, ReLU"])
+def test_a_model_is_a_row_with_its_shares(name):
+    row, (key, kind) = sweep.run_model("nn", name, {})
+    by_blocks = {sweep.EVAL: "", sweep.BLOCKS: "100.0"}[sweep.way_of(name)]
+    assert (row.share, row.share_float64, row.share_blocks) == ("100.0", "100.0", by_blocks)
     assert (row.graphs, row.run, row.left) == ("1", "same", "")
     known = {key: sweep.Row("nn", "", "", "50.0")}
-    assert sweep.run_model("nn", "TransformerEncoder", known)[0].share == "50.0", "run once"
+    assert sweep.run_model("nn", name, known)[0].share == "50.0", "run once"
+    again, _ = sweep.run_model("nn", name, {kind: row})
+    assert (again.share, again.share_blocks, again.run) == ("100.0", "", "same"), "in float64 alone"
+
+
+@pytest.mark.parametrize("name", ["TransformerEncoder", "TransformerEncoder, ReLU"])
+def test_what_is_wrong_beside_float64_is_a_row_too(name, monkeypatch):
+    wrong = Found("2x rule: out0", [])
+    monkeypatch.setattr(sweep, "by_2x_rule", lambda *_, **__: wrong)
+    assert sweep.run_model("nn", name, {})[0].run == f"WRONG {sweep.way_of(name)}: {wrong.wrong}"
+
+
+def test_a_kind_is_a_model_without_its_sizes():
+    small, large, other = (nn.Sequential(nn.Linear(n, 4, b)) for n, b in ((2, 1), (3, 1), (2, 0)))
+    assert sweep.kind_of(small) == sweep.kind_of(large) != sweep.kind_of(other)
+
+
+def test_a_head_on_a_base_model_is_told_by_its_name():
+    pytest.importorskip("transformers")
+    heads = {
+        "ViTMAEForPreTraining": True,
+        "MaskFormerModel": False,
+        "VitPoseForPoseEstimation": False,
+    }
+    assert {name: model_zoo.has_base("transformers", name) for name in heads} == heads
+    assert not model_zoo.has_base("timm", "ViTMAEForPreTraining")
+    assert "ViTForImageClassification" not in model_zoo.hf_names(), "a linear layer on ViTModel"
 
 
 def test_a_share_is_of_flops_and_reasons_have_theirs():
@@ -36,7 +65,7 @@ def _behave(host, name, known, judged):
         os._exit(7)
     if name == "raises":
         raise ValueError("half way\nand more")
-    return sweep.Row(host, "1", name, run="same"), name
+    return sweep.Row(host, "1", name, run="same"), [name]
 
 
 def test_each_model_runs_apart_with_a_limit(monkeypatch):
