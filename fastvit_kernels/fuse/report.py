@@ -67,6 +67,11 @@ class GraphReport:
     compiled: Compile | None = None
     graph_break: str = ""
 
+    @property
+    def share(self) -> float:
+        """fused_flops of flops; 1.0 where there is nothing to fuse."""
+        return self.fused_flops / self.flops if self.flops else 1.0
+
 
 @dataclass
 class Calls:
