@@ -6,6 +6,7 @@ Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,8 @@ def where_apart(
     others share an input's that is written to, the graph runs as it was captured."""
 
     def call(*inputs: Any) -> Any:
-        places = [x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0 for x in inputs]
-        apart = all(places[i] == 0 or places.count(places[i]) == 1 for i in written)
+        users = Counter(storage_of(x) for x in inputs if isinstance(x, Tensor))
+        apart = all(users[storage_of(inputs[i])] == 1 for i in written)
         return (run if apart else captured)(*inputs)
 
     return call
