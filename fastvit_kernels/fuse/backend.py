@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from .dynamo import guard_hooks
 from .graph import Decline, Graph, is_foreign_linear, path_of, writes
 from .normalise import bodies, forget_fakes, forget_nodes, is_checkpoint, keep_sources, normalised
+from .once import decided_once, mark
 from .options import PAIRS, drop_path_skip, drop_path_skip_of_any_batch, memory_low
 from .report import GraphReport, Left, record
 from .rules import RULES
@@ -50,7 +51,7 @@ def fastvit_kernels(
     made = rewrite(gm, example_inputs, ours)
     if ours.compiler == "eager":
         run_checkpoints(made)
-        run = made.forward
+        run = decided_once(made) if made is not gm else made.forward
     else:
         if made is not gm:
             keep_sources(gm, made)
@@ -76,6 +77,7 @@ def rewrite(gm: GraphModule, inputs: list[Any], options: Options) -> GraphModule
             for body in bodies(made):
                 rewrite_body(body, mode, options, report, is_whole=body is made)
             made.meta["written"] = written_inputs(made) if report.rules else []
+            mark(made)
         forget_fakes(made)
     except Decline as reason:
         made, report = gm, GraphReport(declined=str(reason))

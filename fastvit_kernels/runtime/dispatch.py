@@ -10,6 +10,7 @@ operators, inside; None where PyTorch's specification must run. Figures: docs/be
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -34,6 +35,33 @@ _NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 grad_enabled = torch.is_grad_enabled
 
 
+class _Here(threading.local):
+    """The place of a graph that this thread is at. A graph's owner knows that all calls of an op
+    from one place are of one kind: their spec is looked up by the place."""
+
+    specs: Any = None  # place -> the op's `dispatch`, its spec; None: each call is looked at
+    place: int | None = None
+
+
+here = _Here()
+_changes = [0]  # of launch configs
+
+
+def _count_change() -> None:
+    _changes[0] += 1
+
+
+on_change(_count_change)
+
+
+def process_state() -> tuple[Any, ...] | None:
+    """What a call's kind depends on besides its arguments, grad mode and autocast; None where a
+    compiler, a mode or a profiler watches."""
+    if compat.needs_dispatcher():
+        return None
+    return own_backend() or backends.process, GPUS.absent, _changes[0]
+
+
 class _Indirect(Exception):
     """A tensor whose memory does not hold its values as they are: for the dispatcher to resolve."""
 
@@ -55,6 +83,16 @@ def cached_dispatch(decide: Decide) -> Decide:
     def dispatch(*args: Any) -> Any:
         if compat.is_dynamo_compiling():
             return decide(*args)
+        place = here.place
+        if place is not None:
+            here.place = None  # an op's first decision is that of its place
+            specs = here.specs
+            if specs is not None:
+                found = specs.get(place)
+                if found is None:
+                    found = specs[place] = dispatch, dispatch(*args)
+                if found[0] is dispatch:
+                    return found[1]
         # `needs_dispatcher`, of functions of C
         looked = compat.num_modes() > 0 or compat.in_transform() or compat.forward_level() >= 0
         looked = looked or compat.is_jit_tracing() or compat.is_profiling()
