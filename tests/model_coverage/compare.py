@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,13 +63,15 @@ def fingerprint(model: nn.Module, inputs: Any) -> str:
 
 
 def kind_of(model: nn.Module) -> str:
-    """Equal for two small models that differ in sizes alone: as `fingerprint` without numbers."""
-    parts = []
+    """Equal for two small models that differ in depth and sizes alone: as `fingerprint` without
+    numbers, each kind of layer once."""
+    parts = set()
     for name, module in model.named_modules():
         words = {k: v for k, v in vars(module).items() if isinstance(v, (bool, str, type(None)))}
         given = [n for n, p in module._parameters.items() if p is not None]
-        parts.append(f"{name} {type(module)} {sorted(words.items())} {given}")
-    return "\n".join(parts)
+        path = re.sub(r"\d+", "", name)
+        parts.add(f"{path} {type(module)} {sorted(words.items())} {given}")
+    return "\n".join(sorted(parts))
 
 
 class Found(NamedTuple):

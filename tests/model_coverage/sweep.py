@@ -5,11 +5,11 @@ torch.compile(backend="fastvit_kernels", options={"compiler": "eager"}) and as i
 step in float64, with outputs, all gradients, buffers and random numbers the same; and, one by its
 name, outputs and gradients by the 2x rule in eval mode in fp32, or of a training step swapped in by
 block under bf16 autocast. Models that are the same once they are small run once; in float64 alone
-run those that differ from an earlier one in their sizes, those of which our ops have little, and
-heads on a base model of transformers. A run that was ended goes on where it was. --sample N holds
-the shares of N of the models against the table; with --inductor the training step in float64 alone,
-compiled by Inductor, with --batches that step and one of a larger batch by swap_in, whose graph
-takes both.
+run those that differ from an earlier one in depth and sizes alone, those of which our ops have
+little, and heads on a base model of transformers. A run that was ended goes on where it was.
+--sample N holds the shares of N of the models against the table; with --inductor the training step
+in float64 alone, compiled by Inductor, with --batches that step and one of a larger batch by
+swap_in, whose graph takes both.
 """
 
 from __future__ import annotations

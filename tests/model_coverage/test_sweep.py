@@ -34,9 +34,13 @@ def test_what_is_wrong_beside_float64_is_a_row_too(name, monkeypatch):
     assert sweep.run_model("nn", name, {})[0].run == f"WRONG {sweep.way_of(name)}: {wrong.wrong}"
 
 
-def test_a_kind_is_a_model_without_its_sizes():
-    small, large, other = (nn.Sequential(nn.Linear(n, 4, b)) for n, b in ((2, 1), (3, 1), (2, 0)))
-    assert sweep.kind_of(small) == sweep.kind_of(large) != sweep.kind_of(other)
+def test_a_kind_is_a_model_without_its_sizes_and_depth():
+    def model(size, depth=1, bias=True):
+        return nn.Sequential(*(nn.Linear(size, size, bias) for _ in range(depth)))
+
+    small, large, deep, other = model(2), model(3), model(2, depth=2), model(2, bias=False)
+    assert sweep.kind_of(small) == sweep.kind_of(large) == sweep.kind_of(deep)
+    assert sweep.kind_of(small) != sweep.kind_of(other)
 
 
 def test_a_head_on_a_base_model_is_told_by_its_name():
