@@ -6,7 +6,6 @@ Dynamo's graph -> normalise -> rules -> options -> AOTAutograd and Inductor, or 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -105,11 +104,20 @@ def where_apart(
     others share an input's that is written to, the graph runs as it was captured."""
 
     def call(*inputs: Any) -> Any:
-        users = Counter(storage_of(x) for x in inputs if isinstance(x, Tensor))
-        apart = all(users[storage_of(inputs[i])] == 1 for i in written)
-        return (run if apart else captured)(*inputs)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        users = (x for i in written for x in tensors if share_memory(x, inputs[i]))
+        return (run if len(list(users)) == len(written) else captured)(*inputs)
 
     return call
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether storages overlap: of NumPy's or DLPack's memory there may be several."""
+    mine, other = a.untyped_storage(), b.untyped_storage()
+    if mine._cdata == other._cdata:
+        return True
+    a_ptr, b_ptr = mine.data_ptr(), other.data_ptr()
+    return a.device == b.device and a_ptr < b_ptr + other.nbytes() and b_ptr < a_ptr + mine.nbytes()
 
 
 def keep_nothing(x: Any) -> None:

@@ -56,7 +56,7 @@ def counted(kit, x, y):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("part", [torch.detach, lambda x: x[:]])
+@pytest.mark.parametrize("part", [torch.detach, lambda x: x[:], lambda x: torch.from_dlpack(x)])
 def test_inputs_that_share_memory_after_the_first_call(part):
     def run(m):
         m(tokens(), tokens(4))
