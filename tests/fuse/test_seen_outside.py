@@ -166,6 +166,18 @@ def test_a_row_that_the_callers_bias_hides_is_nan():
     assert_same(biased, run)
 
 
+def test_a_bias_beyond_numbers_shows_where_it_follows_a_mask():
+    hidden = torch.eye(T, dtype=torch.bool)
+
+    def forward(kit, x):
+        q, k, v = packed(kit, x)
+        scores = (q @ k.mT * D**-0.5).masked_fill(hidden, -math.inf)
+        bias = torch.where(hidden & (torch.arange(T) < 2), math.inf, kit.table)
+        return kit.o(join((scores + bias).softmax(-1) @ v))
+
+    assert_same(forward, lambda m: m(tokens()))
+
+
 WIDE = [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 
 

@@ -49,9 +49,17 @@ class Scores:
     product: Node
     scale: float = 1.0
     head_scales: list[Node] = field(default_factory=list)  # (..., 1, 1)
-    masks: list[Node] = field(default_factory=list)  # added
-    hidden: list[tuple[Node, bool]] = field(default_factory=list)  # what is -inf, where it is this
+    # from the last to the first: a mask that is added (None), or what is -inf, where it is this
+    terms: list[tuple[Node, bool | None]] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
+
+    @property
+    def masks(self) -> list[Node]:
+        return [mask for mask, hides in self.terms if hides is None]
+
+    @property
+    def hidden(self) -> list[Node]:
+        return [mask for mask, hides in self.terms if hides is not None]
 
 
 def written_attention(g: Graph, n: Node) -> None:
@@ -207,7 +215,7 @@ def with_product(found: Scores, at: Node) -> Scores:
         need(b["beta"] == 1 or not val(b["self"]).requires_grad, "scores plus nought of a tensor")
         if b["beta"] == 1:
             unscaled(found)
-            found.masks.append(b["self"])
+            found.terms.append((b["self"], None))
         found.scale *= b["alpha"]
     found.product = at
     found.path.append(at)
@@ -243,7 +251,7 @@ def masked(found: Scores, at: Node) -> Node:
     unscaled(found)
     for y, mask in (at.args, at.args[::-1]):
         if eq(shape(y), shape(at)) and leads_to_product(y):
-            found.masks.append(mask)
+            found.terms.append((mask, None))
             return y
     raise Decline("a sum of other than scores and a mask")
 
@@ -283,7 +291,7 @@ def filled(found: Scores, at: Node, y: Any, value: Any, condition: Any, hides: b
     need(
         val(condition).dtype == torch.bool and eq(shape(y), shape(at)), "a mask that is no boolean"
     )
-    found.hidden.append((condition, hides))
+    found.terms.append((condition, hides))
     return y
 
 
@@ -302,7 +310,7 @@ def by_windows(found: Scores, at: Node) -> Node | None:
         if eq((one, W, heads), (1, shape(y)[1], 1)) and eq(shape(y)[2:], shape(at)[1:]):
             unscaled(found)
             found.path += [total, y]
-            found.masks.append(mask)
+            found.terms.append((mask, None))
             return inner
     return None
 
@@ -316,13 +324,13 @@ def check_operands(n: Node, q: Node, k: Node, v: Node, scores: Scores) -> None:
     need(not eq(shape(k)[-2], 1), "a softmax over one key")
     need(eq(shape(n), shape(q)), "a result of another shape")
     need(val(q).dtype == val(k).dtype, "queries and keys of different dtypes")
-    for mask in (*scores.masks, *(hidden for hidden, _ in scores.hidden)):
+    for mask in (*scores.masks, *scores.hidden):
         need(val(mask).ndim <= 5 and val(mask).device == val(q).device, "a mask elsewhere")
     for mask in scores.masks:
         need(val(mask).is_floating_point(), "an added mask of booleans or integers")
         rounded = val(mask).dtype == torch.float64 != val(q).dtype
         need(not rounded, "a mask in float64 for heads in less")
-    every = [shape(mask)[-4:][::-1] for mask in (*scores.masks, *(h for h, _ in scores.hidden))]
+    every = [shape(mask)[-4:][::-1] for mask in (*scores.masks, *scores.hidden)]
     for sizes in itertools.zip_longest(*every, fillvalue=1):
         wide = [s for s in sizes if not eq(s, 1)]
         need(all(eq(s, wide[0]) for s in wide), "masks by window and by sample")
@@ -337,26 +345,28 @@ def under_head_scales(g: Graph, n: Node, q: Node, scales: list[Node]) -> Node:
 
 
 def mask_of(g: Graph, n: Node, scores: Scores) -> Node | None:
-    """All masks as one, its wholly hidden rows NaN."""
-    every = [
-        mask if hides else g.emit(n, aten.logical_not.default, mask)
-        for mask, hides in scores.hidden
-    ]
-    if not scores.masks and len(every) == 1:
-        value = constant(g, every[0])
+    """All masks as one, in the host's order, its wholly hidden rows NaN."""
+
+    def where_hidden(mask: Node, hides: bool) -> Node:
+        return mask if hides else g.emit(n, aten.logical_not.default, mask)
+
+    if len(scores.terms) == 1 and scores.hidden:
+        ((mask, hides),) = scores.terms
+        value = constant(g, where_hidden(mask, bool(hides)))
         if value is not None and not value.all(-1).any():
-            mask, hides = scores.hidden[0]
-            return g.emit(n, aten.logical_not.default, mask) if hides else mask
+            return where_hidden(mask, not hides)
     total = None
-    for mask in scores.masks:
+    for mask, hides in reversed(scores.terms):
+        if hides is not None:
+            if total is None:
+                options = dict(dtype=val(n).dtype, device=val(n).device)
+                total = g.emit(n, aten.zeros.default, [], **options)
+            filled = broadcast(g, n, total, where_hidden(mask, hides))
+            total = g.emit(n, aten.masked_fill.Scalar, *filled, -math.inf)
+            continue
         if val(mask).ndim == 5:
             mask = g.emit(n, aten.squeeze.dim, mask, 0)
         total = mask if total is None else g.emit(n, aten.add.Tensor, total, mask)
-    for hidden in every:
-        if total is None:
-            options = dict(dtype=val(n).dtype, device=val(n).device)
-            total = g.emit(n, aten.zeros.default, [], **options)
-        total = g.emit(n, aten.masked_fill.Scalar, *broadcast(g, n, total, hidden), -math.inf)
     return None if total is None else with_hidden_rows(g, n, total)
 
 
