@@ -123,9 +123,10 @@ def _in_place(grad):
 
 
 BETWEEN = {
-    "hook-looks": (_with_hook(lambda grad: None), True),
+    "hook-looks": (_with_hook(lambda grad: None), False),
     "hook-returns": (_with_hook(lambda grad: 2 * grad), False),
     "hook-in-place": (_with_hook(_in_place), False),
+    "hook-writes-data": (_with_hook(lambda grad: _in_place(grad.data)), False),
     "retain_grad": (lambda x: x.retain_grad() or x, True),
     "another-op": (lambda x: x * 2, False),
     "view": (lambda x: x.view(B, T, C), False),

@@ -88,8 +88,11 @@ def publish(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
 
 
 def consumer_of(x: Tensor) -> Any:
-    """In the backward: the node that made x, where it offered to take d and g; else None."""
-    if _compiling() or x.__class__ not in _KNOWN:
+    """In the backward: the node that made x, where it offered to take d and g; else None.
+
+    A hook on x may write to the gradient's `.data`, which counts no version.
+    """
+    if _compiling() or x.__class__ not in _KNOWN or x._backward_hooks:
         return None
     node = x.grad_fn
     return node if node.__class__ in _CONSUMERS and node.reads is not None else None  # type: ignore[union-attr]
