@@ -30,13 +30,19 @@ def mark(made: GraphModule) -> None:
     known: set[Any] = set()
     telling: list[int] = []
     for i, n in enumerate(made.graph.find_nodes(op="placeholder")):
-        if symbols := free_symbols(val(n)) - known:
+        if symbols := symbols_told(val(n)) - known:
             known |= symbols
             telling.append(i)
     made.meta["telling"] = telling
     for n in made.graph.nodes:
         if n.meta.get("ours"):
             n.meta["one_kind"] = is_of_one_kind(n, known)
+
+
+def symbols_told(x: Any) -> set[Any]:
+    """The symbols that a tensor's shape, or a number, has as they are."""
+    sizes = x.shape if isinstance(x, Tensor) else [x]
+    return {s.node.expr for s in sizes if isinstance(s, py_sym_types) and s.node.expr.is_symbol}
 
 
 def is_of_one_kind(n: Node, known: set[Any]) -> bool:
