@@ -16,6 +16,7 @@ A row_scale may be what `keep_samples` gave (samples.py): d then has the rows of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -108,8 +109,8 @@ def dtype_of_sums(reader: Any, param_dtype: torch.dtype) -> torch.dtype:
     return param_dtype if reader.reads.g_dtype in (None, param_dtype) else torch.float32
 
 
-def put(reader: Any, gradient: Tensor, d: Tensor, sums: Tensor) -> None:
-    """Leave what the node that made the norm's input reads: d, and g, the last row of sums."""
+def put(reader: Any, gradient: Tensor, d: Tensor, sums: Sequence[Tensor]) -> None:
+    """Leave what the node that made the norm's input reads: d, and g, the last of the sums."""
     d_dtype, g_dtype = reader.reads
     reader.handed = Handed(
         gradient,

@@ -248,17 +248,20 @@ def _backward(ctx: Any, dy: Tensor, dresidual: Tensor | None) -> tuple[Tensor | 
     route, reader = backward_route(spec.route, dy, dresidual), consumer_of(x)
     given = dy, dresidual, x, weight, stats
     if reader is None:
-        dx, sums, _ = spec.bwd[route](*given, spec.param_dtype, needs_dparams, samples)
+        wanted = spec.param_dtype, needs_dparams, samples
     else:
         d_dtype, g_dtype = reader.reads
         wanted = dtype_of_sums(reader, spec.param_dtype), needs_dparams, samples, d_dtype
-        dx, sums, d = spec.bwd[route](*given, *wanted, reader.row_scale, g_dtype is not None)
-        grad_handoff.put(reader, dx, d, sums)
-        sums = as_dtype(sums, spec.param_dtype)
+        wanted = *wanted, reader.row_scale, g_dtype is not None
+    dx, sums, d = spec.bwd[route](*given, *wanted)
+    rows = sums.unbind(0)  # dweight, LayerNorm's dbias, g: of those that are wanted
+    if reader is not None:
+        grad_handoff.put(reader, dx, d, rows)
     if not needs_dparams:
         return dx, None, None
-    dweight, *others = sums.unbind(0)  # others: dbias of LayerNorm, g
-    return dx, dweight if needs_dweight else None, others[0] if needs_dbias else None
+    if sums.dtype != spec.param_dtype:
+        rows = sums.to(spec.param_dtype).unbind(0)
+    return dx, rows[0] if needs_dweight else None, rows[1] if needs_dbias else None
 
 
 @cached_dispatch
