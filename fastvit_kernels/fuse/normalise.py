@@ -78,7 +78,7 @@ def fake_inputs(inputs: list[Any]) -> tuple[Any, list[Any]]:
     mode = context.fake_mode
     given = []
     for x in inputs:
-        if isinstance(x, Tensor) and not isinstance(x, FakeTensor):
+        if isinstance(x, Tensor) and getattr(x, "fake_mode", None) is not mode:
             how = context.tensor_to_context.get(x)
             tensor_source = None if how is None else how.tensor_source
             x = mode.from_tensor(

@@ -15,6 +15,7 @@ import torch._dynamo as dynamo
 import torch.nn.functional as F
 from swapped import images, no_warning, swapped_and_host, vit
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fastvit_kernels import backend, status, swap_in, swap_out
 from fastvit_kernels.fuse.backend import fastvit_kernels
@@ -209,6 +210,14 @@ def test_a_graph_that_is_declined_counts_what_it_multiplies(monkeypatch, error):
     with pytest.warns(RuntimeWarning, match="nothing of its matmul .* is fused"):
         report = swap_in(Added(5, 40), example=torch.randn(3, 40))
     assert [(left.op, left.flops) for left in report.left] == [("addmm", 2 * 3 * 40 * 5)]
+
+
+def test_a_graph_of_fake_tensors_is_fused():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        run = torch.compile(model, backend="fastvit_kernels", options={"compiler": "eager"})
+        assert run(torch.randn(3, 32)).shape == (3, 32)
+    assert status(model).share == 1
 
 
 class Loads(nn.Linear):
