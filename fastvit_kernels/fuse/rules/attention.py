@@ -295,8 +295,6 @@ def as_four_axes(g: Graph, call: Call) -> None:
         q, k, v = (g.emit(n, aten.flatten.using_ints, t, 0, 1) for t in (call.q, call.k, call.v))
     else:
         q, k, v = (g.emit(n, aten.unsqueeze.default, t, 0) for t in (call.q, call.k, call.v))
-        if mask is not None and val(mask).ndim == 3:
-            mask = g.emit(n, aten.unsqueeze.default, mask, 0)
     if mask is not None:
         check_broadcast(mask, (*shape(q)[:3], shape(k)[2]))
     options = dict(
