@@ -204,7 +204,7 @@ MLPS = {
     ),
     "addmm of rows": lambda kit, x: torch.addmm(x[1], x[0], kit.q.weight.t()),
     "product by image": lambda kit, x: x @ kit.both.weight[:64].view(2, C, C),
-    "products turned": lambda kit, x: torch.einsum("btk,nk->bnt", x, kit.q.weight),
+    "products turned": lambda kit, x: torch.einsum("btk,nk->bnt", x, kit.q.weight[:9]),
     "products summed": lambda kit, x: torch.einsum("btk,nk->bt", x, kit.q.weight),
     "products of a diagonal": lambda kit, x: torch.einsum("btk,kk->btk", x, kit.q.weight),
     "products of tokens": lambda kit, x: torch.einsum("btk,tn->bkn", x, kit.both.weight[:9]),
