@@ -220,6 +220,20 @@ def test_grad_handoff_in_another_backward():
     torch.testing.assert_close(gradients(_fused), gradients(_reference), rtol=1e-4, atol=1e-4)
 
 
+def test_grad_handoff_where_hooks_keep_an_older_row_scale():
+    """A buffer that is drawn anew after the forward; a hook kept its numbers."""
+
+    def gradients(run):
+        inputs = _inputs("mlp", fp32, "row_scale")
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+            y, _ = run("mlp")(**inputs)
+        inputs["row_scale"].neg_()
+        leaves = [x for x in inputs.values() if x.requires_grad]
+        return torch.autograd.grad((y * rand(*y.shape, seed=9)).sum(), leaves)
+
+    torch.testing.assert_close(gradients(_fused), gradients(_reference), rtol=1e-4, atol=1e-4)
+
+
 def test_grad_handoff_in_torch_compile():
     """Its graphs have no nodes to look at: the layer reads dx itself."""
     torch.compiler.reset()

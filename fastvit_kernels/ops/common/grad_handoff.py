@@ -86,17 +86,20 @@ def publish(ctx: Any, reads: Reads | None, row_scale: Tensor | None) -> None:
     ctx.reads = reads
     if row_scale is not None:
         ctx.row_scale = row_scale
+        ctx.written = 0 if _compiling() else version(row_scale)
 
 
 def consumer_of(x: Tensor) -> Any:
-    """In the backward: the node that made x, where it offered to take d and g; else None.
-
-    A hook on x may write to the gradient's `.data`, which counts no version.
-    """
+    """In the backward: the node that made x, where it offered to take d and g; else None."""
+    # a tensor's hook may write to the gradient's `.data`, which counts no version
     if _compiling() or x.__class__ not in _KNOWN or x._backward_hooks:
         return None
-    node = x.grad_fn
-    return node if node.__class__ in _CONSUMERS and node.reads is not None else None  # type: ignore[union-attr]
+    node: Any = x.grad_fn
+    if node.__class__ not in _CONSUMERS or node.reads is None:
+        return None
+    # A hook on saved tensors gives the layer its row_scale as it was.
+    is_old = node.row_scale is not None and version(node.row_scale) != node.written
+    return None if is_old else node
 
 
 def _stream(x: Tensor) -> int:
