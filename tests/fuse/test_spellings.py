@@ -1,4 +1,7 @@
-"""Each family of rules fires on every way to write its operation, and says so in the report."""
+"""Each family of rules fires on every way to write its operation, and says so in the report.
+
+Rotations are in `test_rotation`, patches with a prefix in `test_patches`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,6 @@ from tests.fuse.kit import (
     join,
     of_packed,
     packed,
-    rotate_half,
-    rotate_pairs,
     sdpa,
     seeded,
     separate,
@@ -184,16 +185,6 @@ OTHER_ATTENTION = {
 }
 
 
-def turned(half: Any) -> Any:
-    def forward(kit: Kit, x: Tensor) -> Tensor:
-        q, k, v = packed(kit, x)
-        q, k = (t * kit.cos[:9] + half(t) * kit.sin[:9] for t in (q, k))
-        return kit.o(join(sdpa(q, k, v)))
-
-    return forward
-
-
-ROPE = {"halves": turned(rotate_half), "pairs": turned(rotate_pairs)}
 MLP = {
     "gelu": branch,
     "tanh": lambda kit, x: kit.fc2(F.gelu(kit.fc1(x), approximate="tanh")),
@@ -238,7 +229,6 @@ FAMILIES: list[tuple[str, dict[str, Any], Any]] = [
     ("rms_norm", RMS, tokens),
     ("qkv_attention", ATTENTION, tokens),
     ("attention", OTHER_ATTENTION, tokens),
-    ("rope_attention", ROPE, tokens),
     ("product as linear", PRODUCT, tokens),
     ("mlp", MLP, tokens),
     ("gated_mlp", GATED, tokens),
