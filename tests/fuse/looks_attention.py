@@ -386,6 +386,10 @@ def hide(kit: Kit, s: Tensor) -> Tensor:
     return s.masked_fill(some_hidden(kit, s), -INF)
 
 
+def infinite_where_hidden(kit: Kit, s: Tensor) -> Tensor:
+    return torch.where(some_hidden(kit, s), INF, learnt(kit, s))
+
+
 def infinite(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda kit, s: torch.zeros(s.shape[-2:], dtype=s.dtype).masked_fill(hidden(kit, s), -INF)
 
@@ -396,6 +400,7 @@ HIDDEN_ROWS = {
     "filled, a whole row": filled(-INF, all_of_a_row),
     "where not": softmax_of(lambda kit, s, x: torch.where(some_hidden(kit, s), s, -INF)),
     "where, whole row": softmax_of(lambda kit, s, x: torch.where(all_of_a_row(kit, s), -INF, s)),
+    "filled, then +inf": softmax_of(lambda kit, s, x: hide(kit, s) + infinite_where_hidden(kit, s)),
 }
 MASKS = {
     "filled, then negated": softmax_of(lambda kit, s, x: hide(kit, s) * -0.3),
@@ -623,6 +628,7 @@ ROTATIONS = {
     "of tokens": partner(lambda t: t.roll(1, 2)),
     "of heads": partner(lambda t: t.roll(1, 1)),
     "partner detached": partner(lambda t: rotate_half(t.detach())),
+    "partner in bits": partner(lambda t: rotate_pairs(t).view(torch.int64).view(t.dtype)),
     "parts of another sign": both(of_part(by_parts(False, -1))),
     "complex, k the other way": each(
         of_part(by_complex), of_part(lambda t, cos, sin: by_complex(t, cos, -sin))

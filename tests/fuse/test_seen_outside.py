@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 
 import pytest
 import torch
@@ -166,18 +165,6 @@ def test_a_row_that_the_callers_bias_hides_is_nan():
     assert_same(biased, run)
 
 
-def test_a_bias_beyond_numbers_shows_where_it_follows_a_mask():
-    hidden = torch.eye(T, dtype=torch.bool)
-
-    def forward(kit, x):
-        q, k, v = packed(kit, x)
-        scores = (q @ k.mT * D**-0.5).masked_fill(hidden, -math.inf)
-        bias = torch.where(hidden & (torch.arange(T) < 2), math.inf, kit.table)
-        return kit.o(join((scores + bias).softmax(-1) @ v))
-
-    assert_same(forward, lambda m: m(tokens()))
-
-
 WIDE = [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
 
 
@@ -236,22 +223,3 @@ def test_an_example_leaves_a_buffer_that_the_forward_assigns():
     model = Kit(forward)
     swap_in(model, example=torch.randn(2, T, C))
     assert model.peak == 0
-
-
-def test_bits_read_as_another_dtype_end_a_gradient():
-    def forward(kit, x):
-        q, k, v = packed(kit, x)
-        return kit.o(join(sdpa(turned(kit, q), turned(kit, k), v)))
-
-    def turned(kit, z):
-        pairs = torch.stack((-z[..., 1::2], z[..., ::2]), -1).flatten(-2)
-        bits = pairs.view(torch.int64).view(z.dtype)
-        return z * kit.cos[:T] + bits * kit.sin[:T]
-
-    def run(m):
-        x = tokens().requires_grad_()
-        return torch.autograd.grad(m(x).square().sum(), [x, m.qkv.weight])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same(forward, run)
