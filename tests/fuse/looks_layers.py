@@ -362,6 +362,10 @@ def cls(kit: Kit, y: Tensor) -> Tensor:
     return kit.cls.expand(y.shape[0], -1, -1)
 
 
+def with_cls(kit: Kit, y: Tensor) -> Tensor:
+    return torch.cat((cls(kit, y), y), 1)
+
+
 def positions(kit: Kit, n: int) -> Tensor:
     return kit.both.weight[:n][None]
 
@@ -390,7 +394,7 @@ def folded(*order: int) -> Callable[..., Any]:
 def frozen_patches(kit: Kit, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = patches(kit, x)
-    return torch.cat((cls(kit, y), y), 1)
+    return with_cls(kit, y)
 
 
 def weight_written(kit: Kit, x: Tensor) -> Tensor:
@@ -404,8 +408,7 @@ def grid_written(kit: Kit, x: Tensor) -> Tensor:
 
 
 def prefix_written(kit: Kit, x: Tensor) -> Tensor:
-    y = patches(kit, x)
-    y = torch.cat((cls(kit, y), y), 1)
+    y = with_cls(kit, patches(kit, x))
     kit.cls.data.mul_(2)
     return y + positions(kit, 7)
 
@@ -413,7 +416,7 @@ def prefix_written(kit: Kit, x: Tensor) -> Tensor:
 def positions_written(kit: Kit, x: Tensor) -> Tensor:
     y = patches(kit, x) + positions(kit, 6)
     kit.both.weight.data.mul_(2)
-    return torch.cat((cls(kit, y), y), 1)
+    return with_cls(kit, y)
 
 
 def of_turned_table(how: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -25,7 +25,7 @@ from tests.fuse.changes import CHANGES
 from tests.fuse.hosts import Host
 from tests.fuse.kit import C, D, H, Kit, five, join, rotate_half, rotate_pairs, sdpa, seeded, split
 from tests.fuse.lookalikes import run_all
-from tests.fuse.looks_layers import branch, cls, flat, keep, positions, rms
+from tests.fuse.looks_layers import branch, flat, keep, positions, rms, with_cls
 
 Step = Callable[..., Any]
 
@@ -145,10 +145,6 @@ SUMS: dict[str, Step] = {
     "post-norm": lambda kit, x, y: kit.n(x + y),
     "no residual": lambda kit, x, y: y,
 }
-
-
-def with_cls(kit: Kit, y: Tensor) -> Tensor:
-    return torch.cat((cls(kit, y), y), 1)
 
 
 def placed(kit: Kit, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.fuse.hosts import Host, check
 from tests.fuse.kit import C, Kit, images, seeded
 from tests.fuse.looks_effects import AUTOCAST
-from tests.fuse.looks_layers import cls, flat, positions
+from tests.fuse.looks_layers import cls, flat, positions, with_cls
 
 ALL = "patch_embed and prefix_tokens and pos_embed"
 
@@ -25,13 +25,8 @@ def rules_of(forward: Any, inputs: Any = images, **how: Any) -> list[str]:
     return [name for name in rules if name.startswith("patch_embed")]
 
 
-def with_cls(kit: Kit, x: Tensor) -> Tensor:
-    y = flat(kit.conv(x))
-    return torch.cat([cls(kit, y), y], 1)
-
-
 def plain(kit: Kit, x: Tensor) -> Tensor:
-    return with_cls(kit, x) + positions(kit, 7)
+    return with_cls(kit, flat(kit.conv(x))) + positions(kit, 7)
 
 
 def torchvision(kit: Kit, x: Tensor) -> Tensor:
@@ -109,7 +104,7 @@ def test_a_table_in_fp32_gives_the_dtype_of_the_host():
 def region_of_its_own(kit: Kit, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         y = flat(kit.conv(x))
-    return torch.cat([cls(kit, y), y], 1) + positions(kit, 7)
+    return with_cls(kit, y) + positions(kit, 7)
 
 
 @pytest.mark.parametrize(("forward", "whole"), [(plain, True), (region_of_its_own, False)])

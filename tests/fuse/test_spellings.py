@@ -32,7 +32,7 @@ from tests.fuse.kit import (
     split,
     tokens,
 )
-from tests.fuse.looks_layers import branch, cls, flat, four, keep, positions, rms
+from tests.fuse.looks_layers import branch, flat, four, keep, positions, rms, with_cls
 
 NORM = {
     "module": lambda kit, x: kit.o(kit.n(x)),
@@ -308,8 +308,7 @@ def test_a_whole_vit():
     """Patches, four blocks with layer scale, a norm, a head: one graph, all of it fused."""
 
     def vit(kit: Kit, image: Tensor) -> Tensor:
-        y = flat(kit.conv(image))
-        x = torch.cat((cls(kit, y), y), 1) + positions(kit, 7)
+        x = with_cls(kit, flat(kit.conv(image))) + positions(kit, 7)
         return kit.q(kit.n(four(kit, four(kit, x)))[:, 0])
 
     result = check(Host("vit", vit, images, calls=2, again=lambda: (seeded(3, 3, 8, 12),)))
