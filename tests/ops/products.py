@@ -17,9 +17,6 @@ from fastvit_kernels.ops.common.gemm_configs import forced_route
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 PLAIN, FULL = (), ("residual", "layer_scale", "row_scale")
 
-# numpy, which runs the kernels where there is no GPU, announces every infinity.
-quiet = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-
 
 @pytest.fixture(params=["library", "triton"])
 def route(request):

@@ -5,9 +5,6 @@ from numerics import DEVICE, assert_accurate
 from fastvit_kernels.ops.common.activation import ACTIVATIONS, activate_and_derivative
 from fastvit_kernels.runtime.triton import tl, triton
 
-# numpy, which runs the kernels where there is no GPU, announces every infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-
 
 @triton.jit
 def _kernel(a_ptr, derivative_ptr, z_ptr, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):

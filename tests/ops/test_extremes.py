@@ -47,9 +47,6 @@ from fastvit_kernels.ops.rope import rope_ref
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 inf, nan = float("inf"), float("nan")
 
-# numpy, which runs the kernels where there is no GPU, announces every infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-
 
 def _leaf(x: Tensor, dtype: torch.dtype = fp32) -> Tensor:
     return x.detach().to(dtype).requires_grad_()

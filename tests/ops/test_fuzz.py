@@ -10,9 +10,6 @@ from fuzz_cases import KEPT, STRATEGIES
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from op_facts import FACTS
 
-# numpy, which runs the kernels where there is no GPU, announces every infinity.
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
-
 PARTS = 4  # of one op, so that parallel runs can share them
 # Of the cases, in proportion to how much there is to draw.
 SHARES = {name: facts.share for name, facts in FACTS.items()}

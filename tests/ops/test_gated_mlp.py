@@ -3,7 +3,7 @@
 import pytest
 import torch
 from numerics import DTYPES, dtype_id, rand
-from products import FULL, GATED, MLP, PLAIN, bf16, fp16, fp32, only, quiet, route, saved_shapes
+from products import FULL, GATED, MLP, PLAIN, bf16, fp16, fp32, only, route, saved_shapes
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp
@@ -11,7 +11,6 @@ from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.runtime.backend import backend
 
 __all__ = ["route"]  # a fixture
-pytestmark = quiet
 PACKED, NORMED = GATED["packed"], GATED["normed"]
 every_form = pytest.mark.parametrize("form", GATED.values(), ids=GATED)
 

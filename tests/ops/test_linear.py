@@ -3,7 +3,7 @@
 import pytest
 import torch
 from numerics import DEVICE, DTYPES, dtype_id, rand
-from products import FORMS, FULL, LINEARS, MLP, PLAIN, leaves, quiet, route, saved_shapes
+from products import FORMS, FULL, LINEARS, MLP, PLAIN, leaves, route, saved_shapes
 
 from fastvit_kernels.ops.common import gemm
 from fastvit_kernels.ops.common.gemm_configs import forced_route
@@ -15,7 +15,6 @@ EPILOGUES = [PLAIN, FULL[:1], FULL[1:2], FULL[2:], FULL[1:], FULL]
 PLAIN_LINEAR = LINEARS["linear"]
 
 __all__ = ["route"]  # a fixture
-pytestmark = quiet
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 each_linear = pytest.mark.parametrize("form", LINEARS.values(), ids=LINEARS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from numerics import DTYPES, dtype_id, rand
-from products import FORMS, FULL, MLP, PLAIN, bf16, leaves, only, quiet, route, saved_shapes
+from products import FORMS, FULL, MLP, PLAIN, bf16, leaves, only, route, saved_shapes
 
 from fastvit_kernels.ops.common.activation import ACTIVATIONS
 from fastvit_kernels.ops.mlp import mlp
 from fastvit_kernels.runtime.compat import reads_last
 
 __all__ = ["route"]  # a fixture
-pytestmark = quiet
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

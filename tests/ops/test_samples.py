@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DEVICE, assert_accurate, rand
-from products import FORMS, quiet, route
+from products import FORMS, route
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, rms_norm_and_input
 
 __all__ = ["route"]  # a fixture
-pytestmark = quiet
 bf16, fp32 = torch.bfloat16, torch.float32
 B, T, C = 5, 7, 24
 
