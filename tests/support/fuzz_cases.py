@@ -121,14 +121,8 @@ STRATEGIES: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
     name: partial(_case, op) for name, op in OPS.items()
 }
 
-_LAYER_NORM = {"eps": 1e-6, "out_dtype": torch.float32}
 KEPT = [
     # A weight or bias that is not contiguous was read as if it were.
-    Case(
-        "layer_norm",
-        {"x": Spec((1, 1, 2)), "weight": Spec((2,), layout="stepped"), "bias": None},
-        _LAYER_NORM,
-    ),
     Case(
         "layer_norm_and_input",
         {
@@ -136,13 +130,7 @@ KEPT = [
             "weight": Spec((96,), layout="broadcast"),
             "bias": Spec((96,), layout="stepped"),
         },
-        _LAYER_NORM,
-    ),
-    # A constant row had a variance, that of its mean's rounding.
-    Case(
-        "layer_norm",
-        {"x": Spec((3, 768), layout="broadcast", scale=1e4), "weight": None, "bias": None},
-        _LAYER_NORM,
+        {"eps": 1e-6, "out_dtype": torch.float32},
     ),
     # One key: its gradient is 0, which leaves no scale for the errors.
     Case(
