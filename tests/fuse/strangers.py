@@ -33,7 +33,7 @@ from tests.fuse.kit import (
     split,
     tokens,
 )
-from tests.fuse.looks_layers import branch, flat, keep, rms
+from tests.fuse.looks_layers import branch, flat, rms
 
 INF = math.inf
 
@@ -247,14 +247,6 @@ def maps_that_are_returned(kit, x):
     return x + kit.o(join(weights @ v)), weights.mean(1)
 
 
-@block()
-def dropouts_everywhere(kit, x):
-    q, k, v = packed(kit, kit.n(x))
-    x = x + F.dropout(kit.o(join(sdpa(q, k, v))), 0.2, kit.training)
-    h = F.dropout(F.gelu(kit.fc1(kit.n(x))), 0.2, kit.training)
-    return x + F.dropout(kit.fc2(h), 0.2, kit.training)
-
-
 # What is done to scores -----------------------------------------------------------------------
 
 
@@ -344,14 +336,6 @@ def a_diagonal_that_is_hidden(kit, x):
 
 
 # Which tokens attend --------------------------------------------------------------------------
-
-
-@block(inputs=square_tokens)
-def windows(kit, x):
-    w = x.view(2, 2, 2, 2, 2, C).permute(0, 1, 3, 2, 4, 5).reshape(8, 4, C)
-    w = self_attention(kit, kit.n(w))
-    w = w.view(2, 2, 2, 2, 2, C).permute(0, 1, 3, 2, 4, 5).reshape(2, 16, C)
-    return x + w
 
 
 @block(inputs=square_tokens)
@@ -550,12 +534,6 @@ def gating_by_place(kit, x):
 def norms_before_and_behind(kit, x):
     x = x + kit.rms(self_attention(kit, kit.n(x)))
     return x + kit.rms(branch(kit, kit.n(x)))
-
-
-@block()
-def layer_scale_and_drop_path(kit, x):
-    x = x + keep(x).div_(0.7) * (kit.ls * self_attention(kit, kit.n(x)))
-    return x + kit.ls * branch(kit, kit.n(x)) * keep(x).div_(0.7)
 
 
 @block(0.924)
