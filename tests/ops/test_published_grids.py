@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 from numerics import DEVICE, rand
-from test_sdpa import _check
+from test_sdpa import check, heads
 
 HEAD_DIMS = [32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 LENGTHS = [(113, 203), (128, 217), (113, 211), (108, 256), (1, 239), (3, 97), (64, 128)]
@@ -28,20 +28,13 @@ def pairs(dims, lengths):
     return list(zip(dims * (len(LONG) if ON_GPU else 1), itertools.cycle(lengths), strict=False))
 
 
-def heads(lengths, D, kv_heads=2, dtype=torch.bfloat16):
-    T_q, T_kv = lengths
-    shapes = {"query": (1, 2, T_q, D), "key": (1, kv_heads, T_kv, D)}
-    shapes["value"] = shapes["key"]
-    return {n: rand(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(shapes.items())}
-
-
 @pytest.mark.parametrize(("D", "lengths"), pairs(HEAD_DIMS, LENGTHS), ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 def test_flash_attention_grid(D, lengths, causal):
     kv_heads = KV_HEADS[HEAD_DIMS.index(D) % 2]
     dtype = torch.float16 if D % 3 else torch.bfloat16
-    inputs = heads(lengths, D, kv_heads, dtype)
-    _check(inputs, "auto", is_causal=causal, enable_gqa=kv_heads == 1)
+    inputs = heads(1, 2, *lengths, D, dtype, kv_heads)
+    check(inputs, "auto", is_causal=causal, enable_gqa=kv_heads == 1)
 
 
 @pytest.mark.parametrize(("D", "lengths"), pairs(XFORMERS_DIMS, XFORMERS_LENGTHS), ids=str)
@@ -51,4 +44,5 @@ def test_xformers_bias_grid(D, lengths, shape):
     T_q, T_kv = lengths
     sizes = {"full": (1, 2, T_q, T_kv), "heads": (1, 1, T_q, T_kv), "one": (T_q, T_kv)}
     mask = rand(*sizes.get(shape, (1, 1, 1, T_kv)), seed=7, grad=False)
-    _check(heads(lengths, D), "auto", attn_mask=mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask)
+    mask = mask > -1 if XFORMERS_DIMS.index(D) % 2 else mask
+    check(heads(1, 2, *lengths, D, torch.bfloat16), "auto", attn_mask=mask)

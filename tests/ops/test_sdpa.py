@@ -12,15 +12,13 @@ from fastvit_kernels.ops.attention.configs import BwdForm, FwdConfig, SplitConfi
 from fastvit_kernels.runtime.configs import forced
 
 
-def _heads(B, H, T_q, T_kv, D, dtype=torch.float32) -> dict[str, Any]:
-    return {
-        "query": rand(B, H, T_q, D, dtype=dtype),
-        "key": rand(B, H, T_kv, D, dtype=dtype, seed=1),
-        "value": rand(B, H, T_kv, D, dtype=dtype, seed=2),
-    }
+def heads(B, H, T_q, T_kv, D, dtype=torch.float32, kv_heads=None) -> dict[str, Any]:
+    of_keys = B, kv_heads or H, T_kv, D
+    shapes = {"query": (B, H, T_q, D), "key": of_keys, "value": of_keys}
+    return {n: rand(*s, dtype=dtype, seed=i) for i, (n, s) in enumerate(shapes.items())}
 
 
-def _check(inputs, way="triton", **options):
+def check(inputs, way="triton", **options):
     def reference(query, key, value):
         cast: dict[str, Any] = dict(options)
         mask = cast.get("attn_mask")
@@ -36,7 +34,7 @@ def _check(inputs, way="triton", **options):
 @pytest.mark.parametrize("lengths", [(37, 37), (5, 70), (70, 5), (1, 33), (33, 2)], ids=str)
 def test_sdpa_lengths(lengths, dtype):
     T_q, T_kv = lengths
-    _check(_heads(2, 2, T_q, T_kv, 32, dtype))
+    check(heads(2, 2, T_q, T_kv, 32, dtype))
 
 
 @pytest.mark.parametrize(
@@ -44,13 +42,13 @@ def test_sdpa_lengths(lengths, dtype):
 )
 def test_sdpa_causal(lengths):
     T_q, T_kv = lengths
-    _check(_heads(1, 2, T_q, T_kv, 32), is_causal=True)
+    check(heads(1, 2, T_q, T_kv, 32), is_causal=True)
 
 
 def test_sdpa_causal_in_three_parts():
     """What sm_90 takes above 256 queries: positions of the parts of 128, 128 and 16."""
     with forced("attention_bwd", BwdForm(one_pass=True)):
-        _check(_heads(1, 1, 270, 270, 16, torch.bfloat16), is_causal=True)
+        check(heads(1, 1, 270, 270, 16, torch.bfloat16), is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,7 @@ def test_sdpa_causal_in_three_parts():
 def test_sdpa_masks(shape, kind):
     mask = rand(*shape, seed=5, grad=False)
     mask = mask > -0.5 if kind == "bool" else mask
-    _check(_heads(2, 3, 20, 36, 32), attn_mask=mask)
+    check(heads(2, 3, 20, 36, 32), attn_mask=mask)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +68,9 @@ def test_sdpa_masks_of_keys(T, D, one_row):
     """No (T, T) mask: (B, 1, 1, T), or expanded to (B, 1, T, T). Holes, tiles without a key."""
     mask = rand(4, 1, 1, T, seed=5, grad=False) > 0
     mask[1, ..., :70], mask[2, ..., 70:], mask[3] = False, False, False
-    inputs = _heads(4, 1, T, T, D, torch.bfloat16)
+    inputs = heads(4, 1, T, T, D, torch.bfloat16)
     seen = mask if one_row else mask.expand(4, 1, T, T)
-    _check(inputs, attn_mask=seen)
+    check(inputs, attn_mask=seen)
     leaves = [x.requires_grad_() for x in inputs.values()]
     out = scaled_dot_product_attention(*leaves, attn_mask=seen)
     grads = torch.autograd.grad(out, leaves, torch.randn_like(out))
@@ -86,7 +84,7 @@ def test_sdpa_key_mask_skips_tiles(T_kv):
     """
     mask = torch.zeros(1, 1, 1, T_kv, dtype=torch.bool, device=DEVICE)
     mask[..., 70:110] = mask[..., 200:202] = mask[..., T_kv - 70 : T_kv - 66] = True
-    inputs = _heads(1, 1, 20, T_kv, 16, torch.bfloat16)
+    inputs = heads(1, 1, 20, T_kv, 16, torch.bfloat16)
     # whole tiles, or pairs of them, that the mask hides
     each = 32 * -(-T_kv // 1024)
     tiles = F.pad(mask.flatten(), (0, -T_kv % each)).unflatten(0, (-1, each)).any(1)
@@ -102,7 +100,7 @@ def test_sdpa_key_mask_skips_tiles(T_kv):
             leaves = [x.detach().requires_grad_() for x in given.values()]
             out = scaled_dot_product_attention(*leaves, attn_mask=mask)
             found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
-        _check(clean, attn_mask=mask)
+        check(clean, attn_mask=mask)
     for wanted, got in zip(*found, strict=True):
         assert torch.equal(wanted, got)
 
@@ -112,15 +110,15 @@ def test_sdpa_layouts():
     q = rand(B, T, H, D, grad=False).transpose(1, 2)
     k = rand(B, H, D, T, grad=False, seed=1).transpose(2, 3)
     v = rand(B, H, 2 * T, D, grad=False, seed=2)[:, :, ::2]
-    _check({"query": q.requires_grad_(), "key": k.requires_grad_(), "value": v.requires_grad_()})
-    for given in ((q, k, v), _heads(B, H, T, T, D).values()):
+    check({"query": q.requires_grad_(), "key": k.requires_grad_(), "value": v.requires_grad_()})
+    for given in ((q, k, v), heads(B, H, T, T, D).values()):
         out = scaled_dot_product_attention(*given)
         assert out.shape == q.shape and out.transpose(1, 2).is_contiguous()
 
 
 def test_sdpa_row_bias_gradient_falls_back():
     """It is 0 but for rounding, of which the kernels' is larger than torch's."""
-    inputs, mask = _heads(1, 1, 6, 6, 16), rand(6, 1, seed=4)
+    inputs, mask = heads(1, 1, 6, 6, 16), rand(6, 1, seed=4)
     with backend("triton"), pytest.raises(RuntimeError, match="attn_mask needs a gradient and"):
         scaled_dot_product_attention(**inputs, attn_mask=mask)
     ours = scaled_dot_product_attention(**inputs, attn_mask=mask)
@@ -131,15 +129,15 @@ def test_sdpa_row_bias_gradient_falls_back():
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
-        (lambda: _heads(1, 1, 6, 6, 20), "D must be a multiple of 8"),
-        (lambda: _heads(1, 1, 6, 6, 4), "D must be a multiple of 8"),
-        (lambda: _heads(1, 1, 6, 6, 264), "D must be a multiple of 8 up to 256, got 264"),
-        (lambda: {n: x[0] for n, x in _heads(1, 2, 6, 6, 16).items()}, r"must be \(B, H, T, D\)"),
-        (lambda: _heads(1, 1, 6, 0, 16), "there are no keys"),
-        (lambda: _heads(1, 1, 6, 6, 16) | {"value": rand(1, 1, 6, 24)}, "differ in batch"),
-        (lambda: _heads(2, 1, 6, 6, 16) | {"query": rand(1, 1, 6, 16)}, "differ in batch"),
-        (lambda: _heads(1, 1, 6, 6, 16) | {"dropout_p": 1.0}, r"must be in \[0, 1\), got 1.0"),
-        (lambda: _heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be at least"),
+        (lambda: heads(1, 1, 6, 6, 20), "D must be a multiple of 8"),
+        (lambda: heads(1, 1, 6, 6, 4), "D must be a multiple of 8"),
+        (lambda: heads(1, 1, 6, 6, 264), "D must be a multiple of 8 up to 256, got 264"),
+        (lambda: {n: x[0] for n, x in heads(1, 2, 6, 6, 16).items()}, r"must be \(B, H, T, D\)"),
+        (lambda: heads(1, 1, 6, 0, 16), "there are no keys"),
+        (lambda: heads(1, 1, 6, 6, 16) | {"value": rand(1, 1, 6, 24)}, "differ in batch"),
+        (lambda: heads(2, 1, 6, 6, 16) | {"query": rand(1, 1, 6, 16)}, "differ in batch"),
+        (lambda: heads(1, 1, 6, 6, 16) | {"dropout_p": 1.0}, r"must be in \[0, 1\), got 1.0"),
+        (lambda: heads(1, 1, 6, 6, 16) | {"scale": 0.0}, "scale must be at least"),
     ],
 )
 def test_sdpa_unsupported_falls_back(inputs, reason):
@@ -150,15 +148,9 @@ def test_sdpa_unsupported_falls_back(inputs, reason):
     torch.testing.assert_close(scaled_dot_product_attention(**tensors), expected)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-def test_sdpa_of_grouped_queries(heads):
-    q, k, v = rand(2, 4, 3, 8), rand(2, heads, 5, 8, seed=1), rand(2, heads, 5, 8, seed=2)
-    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(out, wanted)
-    upstream = rand(*out.shape, seed=3, grad=False)
-    got, wanted = (torch.autograd.grad(y, (q, k, v), upstream) for y in (out, wanted))
-    torch.testing.assert_close(got, wanted)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_sdpa_of_grouped_queries(kv_heads):
+    check(heads(2, 4, 3, 5, 8, kv_heads=kv_heads), "auto", enable_gqa=True)
 
 
 def test_sdpa_mask_and_causal():
