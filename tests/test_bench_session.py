@@ -11,14 +11,7 @@ import torch
 from bench_stand_ins import bench, stub_task
 
 from bench import rows as bench_rows, run
-from bench.rows import (
-    FIELDS,
-    RESULTS,
-    TIMEOUT,
-    Results,
-    Row,
-    read_rows,
-)
+from bench.rows import FIELDS, RESULTS, TIMEOUT, Results, Row, read_rows
 from bench.run import TimeOver, alarm, run_tasks
 from fastvit_kernels.commands.console import CommandError
 from tests.check import results_cache

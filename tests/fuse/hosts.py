@@ -25,12 +25,7 @@ import fastvit_kernels as fk
 from fastvit_kernels.fuse import backend, report
 from tests.fuse.kit import Kit, tokens
 
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 3e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 6e-2,
-}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 REFUSED = "autograd refuses"
 
 

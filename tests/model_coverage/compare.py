@@ -15,12 +15,7 @@ from fastvit_kernels.accuracy.accuracy import Error, Tensors, largest
 from fastvit_kernels.fuse.backend import fastvit_kernels
 from fastvit_kernels.fuse.report import GraphReport, reports_of
 from fastvit_kernels.fuse.swap import swap_in
-from fastvit_kernels.measure.model_errors import (
-    errors_beside,
-    layer_of,
-    layer_peaks,
-    run_step,
-)
+from fastvit_kernels.measure.model_errors import errors_beside, layer_of, layer_peaks, run_step
 
 from .shrink import NotShrunk
 
@@ -289,9 +284,6 @@ def _by_2x_rule(
         yardstick()
         return Found("tensors of other shapes", reports_of(twin)), {}
     errors = errors_beside(
-        floats(actual),
-        lambda: floats(yardstick()),
-        floats(oracle),
-        autocast or torch.float32,
+        floats(actual), lambda: floats(yardstick()), floats(oracle), autocast or torch.float32
     )
     return Found("", reports_of(twin)), {e.name: e for e in errors if not e.passed}

@@ -136,7 +136,7 @@ OPTIONS: dict[str, list[tuple[tuple[Any, ...], type[Exception], str]]] = {
             ("float32", float, torch.int32, torch.complex64, torch.float8_e4m3fn, np.float32),
             TypeError,
             r"must be None or one of \[torch.float32, .* got",
-        ),
+        )
     ],
     "activation or None": _ACTIVATIONS,
     "activation": [*_ACTIVATIONS, ((None,), ValueError, "must not be None")],
