@@ -131,24 +131,11 @@ def patches(kit: Kit, image: Tensor, at: At) -> Tensor:
 def torch_mha(kit: Kit, x: Tensor, at: At) -> Tensor:
     x = at("input", x)
     normed = at("normed", kit.n(x)).transpose(0, 1)
-    y, _ = F.multi_head_attention_forward(
-        normed,
-        normed,
-        normed,
-        embed_dim_to_check=32,
-        num_heads=4,
-        in_proj_weight=kit.qkv.weight,
-        in_proj_bias=kit.qkv.bias,
-        bias_k=None,
-        bias_v=None,
-        add_zero_attn=False,
-        dropout_p=0.0,
-        out_proj_weight=kit.o.weight,
-        out_proj_bias=kit.o.bias,
-        training=kit.training,
-        key_padding_mask=None,
-        need_weights=False,
-    )
+    projections: Any = dict(in_proj_weight=kit.qkv.weight, in_proj_bias=kit.qkv.bias)
+    projections |= dict(out_proj_weight=kit.o.weight, out_proj_bias=kit.o.bias)
+    settings: Any = dict(num_heads=4, training=kit.training, need_weights=False)
+    settings |= dict(bias_k=None, bias_v=None, add_zero_attn=False, dropout_p=0.0)
+    y, _ = F.multi_head_attention_forward(normed, normed, normed, 32, **projections, **settings)
     return x + at("output", y.transpose(0, 1))
 
 

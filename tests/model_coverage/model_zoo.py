@@ -124,10 +124,10 @@ def torchvision_small(name: str) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
-_HF_SMALL = dict(
-    hidden_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=16
-)
+_HF_NARROW = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+_HF_SMALL = dict(image_size=48, patch_size=16, **_HF_NARROW)
 _HF_WIDE = dict(intermediate_size=128, **_HF_SMALL)
+_HF_PATCHES = dict(intermediate_size=128, patch_size=16, **_HF_NARROW)
 
 # name -> (model class, config class, settings of the small model)
 HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -158,29 +158,13 @@ HF_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4": (
         "Gemma4VisionModel",
         "Gemma4VisionConfig",
-        dict(
-            num_key_value_heads=2,
-            head_dim=32,
-            patch_size=16,
-            position_embedding_size=8,
-            **{k: v for k, v in _HF_WIDE.items() if k not in ("image_size", "patch_size")},
-        ),
+        dict(num_key_value_heads=2, head_dim=32, position_embedding_size=8, **_HF_PATCHES),
     ),
     "vjepa2": (
         "VJEPA2Model",
         "VJEPA2Config",
-        dict(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            mlp_ratio=2.0,
-            crop_size=48,
-            patch_size=16,
-            frames_per_clip=4,
-            pred_hidden_size=64,
-            pred_num_hidden_layers=1,
-            pred_num_attention_heads=2,
-        ),
+        dict(crop_size=48, patch_size=16, frames_per_clip=4, mlp_ratio=2.0, **_HF_NARROW)
+        | dict(pred_hidden_size=64, pred_num_hidden_layers=1, pred_num_attention_heads=2),
     ),
 }
 

@@ -138,29 +138,14 @@ def test_presets_have_timms_depth(name):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
 def test_transformers_dinov3(gated):
-    config = transformers.DINOv3ViTConfig(
-        image_size=32,
-        patch_size=8,
-        hidden_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=3,
-        intermediate_size=72,
-        num_register_tokens=2,
-        use_gated_mlp=gated,
-        hidden_act="silu" if gated else "gelu",
-    )
+    sizes = dict(image_size=32, patch_size=8, hidden_size=48, intermediate_size=72)
+    sizes |= dict(num_hidden_layers=1, num_attention_heads=3, num_register_tokens=2)
+    activation = "silu" if gated else "gelu"
+    config = transformers.DINOv3ViTConfig(**sizes, use_gated_mlp=gated, hidden_act=activation)
     host = randomise(transformers.DINOv3ViTModel(config))
     mlp = dict(mlp_layer="SwiGLU", act_layer="silu") if gated else {}
-    model = _model(
-        "dinov3",
-        img_size=32,
-        reg_tokens=2,
-        num_classes=0,
-        global_pool="",
-        mlp_ratio=1.5,
-        mask_token=True,
-        **mlp,
-    )
+    own = dict(img_size=32, reg_tokens=2, mlp_ratio=1.5, mask_token=True)
+    model = _model("dinov3", num_classes=0, global_pool="", **own, **mlp)
     report = load_weights(model, host.state_dict())
     assert report.family == "transformers" and not report.missing, str(report)
     assert not report.unexpected, str(report)

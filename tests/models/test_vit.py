@@ -69,16 +69,9 @@ SIZES: dict[str, Any] = dict(num_classes=10, embed_dim=192, depth=2, num_heads=3
 
 def test_reference_transformers():
     """eps is really 1e-12: of tokens of variance 1e-8, 1e-6 would shrink what LayerNorm gives."""
-    config = transformers.ViTConfig(
-        image_size=32,
-        patch_size=16,
-        hidden_size=192,
-        intermediate_size=768,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_labels=10,
-        attn_implementation="eager",
-    )
+    sizes = dict(image_size=32, patch_size=16, hidden_size=192, intermediate_size=768)
+    sizes |= dict(num_hidden_layers=2, num_attention_heads=3, num_labels=10)
+    config = transformers.ViTConfig(**sizes, attn_implementation="eager")
     host = randomise(transformers.ViTForImageClassification(config))
     assert host.config.layer_norm_eps == 1e-12
     with torch.no_grad():
@@ -279,15 +272,8 @@ def test_timm_arguments_taken_or_refused():
 )
 def test_init_schemes_are_timms(scheme, fix_init, mlp_layer):
     torch.manual_seed(0)
-    options: Any = dict(
-        **SMALL,
-        reg_tokens=3,
-        weight_init=scheme,
-        fix_init=fix_init,
-        init_values=0.1,
-        pre_norm=fix_init,
-        qkv_bias=not fix_init,
-    )
+    options: Any = dict(**SMALL, weight_init=scheme, fix_init=fix_init)
+    options |= dict(reg_tokens=3, init_values=0.1, pre_norm=fix_init, qkv_bias=not fix_init)
     model = VisionTransformer(**options, mlp_layer=mlp_layer.__name__)
     wanted = timm.models.VisionTransformer(**options, mlp_layer=mlp_layer).state_dict()
     skipped = ("pos_embed", "cls_token", "reg_token") if scheme == "skip" else ()

@@ -48,19 +48,10 @@ def build(seed: int) -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(seed)
-    model = VisionTransformer(
-        img_size=8,
-        patch_size=2,
-        in_chans=1,
-        num_classes=10,
-        embed_dim=64,
-        depth=4,
-        num_heads=4,
-        mlp_ratio=2,
-        proj_drop_rate=0.1,
-        attn_drop_rate=0.1,
-        drop_path_rate=0.1,
-    )
+    images: Any = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10)
+    sizes: Any = dict(embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
+    rates: Any = dict(proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
+    model = VisionTransformer(**images, **sizes, **rates)
     for module in model.modules():  # timm's 0.02 starves so narrow a model
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

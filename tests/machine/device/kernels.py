@@ -246,15 +246,8 @@ def training_fault(
     """Steps of SGD of a small ViT: losses and what they change of the weights, by the 2x rule
     against PyTorch's own training in the context `yardstick`."""
     torch.manual_seed(0)
-    model = VisionTransformer(
-        img_size=img_size,
-        patch_size=8,
-        num_classes=10,
-        embed_dim=embed_dim,
-        depth=2,
-        num_heads=2,
-        init_values=0.5,
-    ).eval()
+    sizes: Any = dict(img_size=img_size, patch_size=8, num_classes=10, embed_dim=embed_dim)
+    model = VisionTransformer(**sizes, depth=2, num_heads=2, init_values=0.5).eval()
     start = {name: p.detach().to(dtype) for name, p in model.named_parameters()}
     images, labels = Draw(CPU, dtype)(4, 3, *img_size, grad=False), torch.tensor([1, 7, 0, 3])
 
