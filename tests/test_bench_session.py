@@ -19,18 +19,8 @@ from tests.check import results_cache
 
 def test_csv_round_trip_and_torn_lines(tmp_path):
     results = Results(tmp_path, resume=False)
-    row = Row(
-        "mlp",
-        "ours",
-        "a,b",
-        "bf16",
-        "bwd",
-        note='says "no", twice',
-        T=3,
-        ms=1.25,
-        samples=7,
-        gbps=0.5,
-    )
+    note = 'says "no", twice'
+    row = Row("mlp", "ours", "a,b", "bf16", "bwd", note=note, T=3, ms=1.25, samples=7, gbps=0.5)
     results.append(row)
     results.append(replace(row, provider="eager"))
     results.close()

@@ -11,17 +11,8 @@ import pytest
 import fastvit_kernels
 
 PACKAGE = Path(fastvit_kernels.__file__).parent
-OPTIONAL = {
-    "PIL",
-    "kernels",
-    "matplotlib",
-    "numpy",
-    "safetensors",
-    "sklearn",
-    "timm",
-    "torchvision",
-    "transformers",
-}
+OPTIONAL = {"PIL", "kernels", "matplotlib", "numpy", "safetensors", "sklearn"}
+OPTIONAL |= {"timm", "torchvision", "transformers"}
 EAGER = {"timm_layers.py"}  # classes of timm's, for those who have it
 
 
