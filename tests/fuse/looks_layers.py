@@ -596,15 +596,6 @@ KEYWORDS: dict[str, Callable[..., Any]] = {
         stride=4, weight=kit.conv.weight, input=x[:, :3, :16].reshape(-1, 3, 4, 4)
     ),
 }
-DTYPES = {
-    "float32 scale": "ls",
-    "float32 norm": "n",
-    "float32 rms": "rms",
-    "float32 bias": "fc2.bias",
-    "float32 mask": "table",
-    "float32 qk norm": "qn",
-    "float32 weights": "fc1",
-}
 
 
 def in_float32(name: str) -> Callable[[Kit], None]:
@@ -647,9 +638,9 @@ def promotions() -> list[Host]:
     for dtype in (torch.bfloat16, torch.float16):
         found.append(Host(f"norm - default eps in {dtype}", small_rms, dtype=dtype))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        for name, part in DTYPES.items():
+        for part in ("ls", "n", "rms", "fc2.bias", "table", "qn", "fc1"):
             how = dict(dtype=dtype, prepare=in_float32(part))
-            found.append(Host(f"promotion - {name} in {dtype}", mixed, square, **how))
+            found.append(Host(f"promotion - float32 {part} in {dtype}", mixed, square, **how))
     return found
 
 

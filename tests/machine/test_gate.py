@@ -1,6 +1,7 @@
 """The compile gate: what breaks a rule, what the table says, and what is compiled again."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,23 +12,11 @@ from tests.machine.examine import Examined
 from tests.machine.processes import python
 from tests.machine.table import COLUMNS, compare, read_table, row_of
 
-KERNEL = Examined(
-    kernel="linear_fwd",
-    config="BLOCK_M=128 w8 s3",
-    dtypes="bf16",
-    arch="sm_90",
-    registers=128,
-    spills=0,
-    shared=98304,
-    shared_limit=TARGETS["sm_90"].shared_limit,
-    warps_per_sm=16,
-    tensor_cores="wgmma",
-    needs_tensor_cores=True,
-    copies="cp.async",
-    seconds=0.5,
-    key="k",
-    digest="f0",
-)
+LIMIT = TARGETS["sm_90"].shared_limit
+NAMES: Any = dict(kernel="linear_fwd", config="BLOCK_M=128 w8 s3", dtypes="bf16", arch="sm_90")
+TAKES: Any = dict(registers=128, spills=0, shared=98304, shared_limit=LIMIT, warps_per_sm=16)
+DOES: Any = dict(tensor_cores="wgmma", needs_tensor_cores=True, copies="cp.async")
+KERNEL = Examined(**NAMES, **TAKES, **DOES, seconds=0.5, key="k", digest="f0")
 OTHER = replace(KERNEL, config="BLOCK_M=64 w4 s3", registers=64, digest="0a")
 
 

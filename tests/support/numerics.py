@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from fastvit_kernels.accuracy.accuracy import Error, Function, Inputs, Reference
+from fastvit_kernels.runtime.dtypes import DTYPE_NAMES
 
 __all__ = ["DEVICE", "DTYPES", "Error", "assert_accurate", "compare", "dtype_id", "rand"]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+DTYPES = tuple(DTYPE_NAMES)
 
 
 def dtype_id(dtype: torch.dtype) -> str:
-    return _SHORT[dtype]
+    return DTYPE_NAMES[dtype]
 
 
 def compare(function: Function, reference: Function, inputs: Inputs, **options: Any) -> list[Error]:

@@ -28,6 +28,7 @@ from fastvit_kernels.accuracy.runner import first_line, poisoned
 from fastvit_kernels.models.vit import VisionTransformer
 from fastvit_kernels.ops.attention import functions
 from fastvit_kernels.runtime.compat import TorchDispatchMode
+from fastvit_kernels.runtime.dtypes import DTYPES
 from tests.check import all_configs
 from tests.check.config_cases import config_cases
 from tests.support.philox import philox_keep
@@ -38,12 +39,7 @@ CPU = torch.device("cpu")
 TOKENS = (1, 17, 50, 197, 257)
 KINDS = ("check", "tokens", "training", "configs")
 # tf32 is fp32 whose products look at the upper 19 bits of their operands, see CutProducts.
-PRECISIONS = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-}
+PRECISIONS = DTYPES | {"tf32": torch.float32}
 
 
 class Job(NamedTuple):
