@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from fastvit_kernels import backend, status, swap_in, swap_out, verify
 from fastvit_kernels.fuse import dynamo as ours
 from fastvit_kernels.fuse.backend import fastvit_kernels
-from tests.model_coverage.model_zoo import hf_small
+from tests.model_coverage.model_zoo import hf_small, timm_small
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 ways = pytest.mark.parametrize("regional", [False, True], ids=["whole", "blocks"])
@@ -41,10 +41,7 @@ def made_graphs():
 
 
 def swin():
-    from timm.models.swin_transformer import SwinTransformer
-
-    small = dict(img_size=32, patch_size=4, window_size=4, embed_dim=16)
-    return SwinTransformer(depths=(2, 2), num_heads=(1, 2), **small)
+    return timm_small("swin_tiny_patch4_window7_224")[0]
 
 
 # In place.
