@@ -224,6 +224,9 @@ def _gemm_configs() -> None:
             backward(mlp(*tensors, residual=residual))
 
 
+SIGLIP: Any = dict(embed_dim=1152, mlp_ratio=4304 / 1152, act_layer="gelu_tanh")
+SIGLIP |= dict(class_token=False, global_pool="avg")
+
 # What CASES holds: each kernel with each of its configs, epilogue, and dtype of fp32 and bf16 (fp16
 # has the code of bf16 but for conversions), once; widths from 192 to 1280.
 CASES: dict[str, Callable[[], None]] = {
@@ -238,14 +241,7 @@ CASES: dict[str, Callable[[], None]] = {
     "ViT-L/16, T=577": _blocks("vit_large_patch16_384"),
     "ViT-H/14, D=80, activations stored": _blocks("vit_huge_patch14_224", recompute=False),
     "SigLIP so400m/14, D=72, dropout": _blocks(
-        "vit_large_patch14_224",
-        embed_dim=1152,
-        mlp_ratio=4304 / 1152,
-        act_layer="gelu_tanh",
-        class_token=False,
-        global_pool="avg",
-        pre_norm=True,
-        attn_drop_rate=0.1,
+        "vit_large_patch14_224", **SIGLIP, pre_norm=True, attn_drop_rate=0.1
     ),
     "vit_mnist, D=32, fp32": _blocks("vit_mnist", "fp32"),
     "drop_path skipped": _skipped_samples,
