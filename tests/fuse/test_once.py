@@ -3,7 +3,7 @@ gives what a copy gives that has not, bit for bit, and by the same operators."""
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -82,16 +82,12 @@ def test_what_changes_is_seen(ran, change):
 
 
 def test_another_thread_has_a_backend_of_its_own(ran):
-    found = []
-
     def run(model):
         with fk.backend("torch"):
-            found.append(result(model))
+            return result(model)
 
-    for model in (ran, swapped()):
-        thread = threading.Thread(target=run, args=(model,))
-        thread.start()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.map(run, (ran, swapped()))
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 

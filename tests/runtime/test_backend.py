@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -95,11 +96,8 @@ def test_unmended_interpreter_rejects_bf16():
 
 def _in_a_thread(function):
     """What `function` gives in a thread of its own."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
 
 
 def test_backend_per_thread():
