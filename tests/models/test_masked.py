@@ -8,14 +8,7 @@ import torch
 from numerics import DEVICE, rand
 from torch import nn
 
-from fastvit_kernels import (
-    Block,
-    MaskedDecoder,
-    PatchEmbed,
-    VisionTransformer,
-    backend,
-    load_weights,
-)
+import fastvit_kernels as fk
 from fastvit_kernels.models.packing import Crops
 from tests.support.model_parity import randomise
 
@@ -24,7 +17,7 @@ SIZES = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2, num_
 
 def encoder(**settings):
     torch.manual_seed(0)
-    return randomise(VisionTransformer(**{**SIZES, "mask_token": True, **settings}))
+    return randomise(fk.VisionTransformer(**{**SIZES, "mask_token": True, **settings}))
 
 
 def drawn():
@@ -53,7 +46,7 @@ def test_keep_reads_no_dropped_patch(rope_type):
     y.square().sum().backward()
     assert (images.grad[pixels.expand(-1, 3, -1, -1).isnan()] == 0).all()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-    with backend("torch"):
+    with fk.backend("torch"):
         wanted = model.forward_features(images.detach().nan_to_num(), keep=keep)
     torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
     # all patches in another order: the same tokens, each with its own position
@@ -86,7 +79,7 @@ def test_the_decoder_is_maes():
     """Against MAE's own order: tokens put back in place, the mask token elsewhere, all decoded."""
     model = encoder()
     images, keep, hidden = drawn()
-    decoder = randomise(MaskedDecoder(model, out_dim=48, embed_dim=16, depth=2, num_heads=2))
+    decoder = randomise(fk.MaskedDecoder(model, out_dim=48, embed_dim=16, depth=2, num_heads=2))
     assert decoder.no_weight_decay() <= dict(decoder.named_parameters()).keys()
     features = model.forward_features(images, keep=keep).detach()
     x = decoder.embed(features)
@@ -104,7 +97,7 @@ def test_decoder_target_sets():
     model = encoder()
     images, keep, hidden = drawn()
     options = dict(qk_norm=True, init_values=0.5)
-    predictor = MaskedDecoder(model, out_dim=32, embed_dim=16, depth=1, num_heads=2, **options)
+    predictor = fk.MaskedDecoder(model, out_dim=32, embed_dim=16, depth=1, num_heads=2, **options)
     predictor = randomise(predictor)
     features = model.forward_features(images, keep=keep).detach()
     sets = [hidden[:, :4], hidden[:, 3:6], hidden[:, 5:9]]
@@ -122,7 +115,7 @@ def test_decoder_target_sets():
 @pytest.mark.parametrize("mode", ["mask", "skip"])
 def test_drop_path_of_packed_sets(mode):
     """As of a batch: the same draws from the same seed, output and gradients."""
-    block = Block(32, 2, drop_path=0.5, drop_path_mode=mode, init_values=0.5)
+    block = fk.Block(32, 2, drop_path=0.5, drop_path_mode=mode, init_values=0.5)
     block, x, crops = randomise(block).train(), rand(5, 7, 32), Crops([(5, 7)], DEVICE)
     results = []
     for call in (block, lambda x: crops.split(block(crops.join([x]), packing=crops))[0]):
@@ -134,7 +127,7 @@ def test_drop_path_of_packed_sets(mode):
 def test_masked_rejects():
     model, plain, (images, keep, hidden) = encoder(), encoder(mask_token=False), drawn()
     mask = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE)
-    decoder = MaskedDecoder(model, out_dim=4, embed_dim=16, depth=1, num_heads=2).to(DEVICE)
+    decoder = fk.MaskedDecoder(model, out_dim=4, embed_dim=16, depth=1, num_heads=2).to(DEVICE)
     features = model.forward_features(images, keep=keep).detach()
     of_int64, of_bool = r"torch.int64 \(2, 1 to 16\), got ", r"torch.bool \(2, 16\), got torch.bool"
     for message, given in {
@@ -159,7 +152,7 @@ def test_masked_rejects():
         with pytest.raises(ValueError, match=message):
             decoder(features, *given)
     with pytest.raises(TypeError, match="encoder must be a VisionTransformer, got Linear"):
-        MaskedDecoder(nn.Linear(2, 2), out_dim=4)
+        fk.MaskedDecoder(nn.Linear(2, 2), out_dim=4)
 
 
 @pytest.mark.parametrize("rate", [0.6, 0.99])  # one patch is kept at any rate
@@ -167,8 +160,8 @@ def test_patch_dropout_matches_timm(rate):
     """The same draws from the same seed, hence the same training step."""
     timm = pytest.importorskip("timm")
     theirs = randomise(timm.models.VisionTransformer(**SIZES, patch_drop_rate=rate))
-    ours = VisionTransformer(**SIZES, patch_drop_rate=rate).to(DEVICE)
-    load_weights(ours, theirs.state_dict())
+    ours = fk.VisionTransformer(**SIZES, patch_drop_rate=rate).to(DEVICE)
+    fk.load_weights(ours, theirs.state_dict())
     images = torch.randn(3, 3, 16, 16, device=DEVICE)
     results = []
     for model in (ours.train(), theirs.train()):
@@ -192,7 +185,7 @@ OTHER = {
 @pytest.mark.parametrize("how", OTHER)
 def test_replaced_patch_conv(how):
     """Its stride set for dense features, or another one in its place."""
-    module, images = PatchEmbed(16, 4, embed_dim=33).to(DEVICE), torch.randn(2, 3, 16, 16)
+    module, images = fk.PatchEmbed(16, 4, embed_dim=33).to(DEVICE), torch.randn(2, 3, 16, 16)
     module.proj = torch.nn.Conv2d(3, 33, **OTHER[how]).to(DEVICE)
     images = images.to(DEVICE)
     assert torch.equal(module(images), module.proj(images).flatten(2).mT)

@@ -19,19 +19,7 @@ from op_facts import single
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastvit_kernels import (
-    attention,
-    backend,
-    layer_norm,
-    layer_norm_and_input,
-    linear,
-    mlp,
-    patch_embed,
-    qkv_attention,
-    rms_norm_and_input,
-    rope,
-    scaled_dot_product_attention,
-)
+import fastvit_kernels as fk
 from fastvit_kernels.accuracy.cases import OPS as REGISTRY
 from fastvit_kernels.accuracy.op import Op, Sizes
 from fastvit_kernels.ops.attention.functions import attention_ref
@@ -58,7 +46,7 @@ def test_layer_norm_large_mean(C, dtype):
     """Mean 1e4, variance 1e-4: fewer than ten fp32 numbers hold such a row, in 16 bits one."""
     x = rand(5, C, grad=False) * 1e-2 + 1e4
     inputs = {"x": _leaf(x, dtype), "weight": rand(C, dtype=dtype, seed=1)}
-    assert_accurate(layer_norm, layer_norm_ref, inputs)
+    assert_accurate(fk.layer_norm, layer_norm_ref, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -70,8 +58,8 @@ def test_layer_norm_constant_rows_give_the_bias(dtype):
         "weight": rand(768, dtype=dtype),
         "bias": rand(768, dtype=dtype),
     }
-    assert layer_norm(**inputs).equal(inputs["bias"].expand(4, 768))
-    assert_accurate(layer_norm, layer_norm_ref, inputs)
+    assert fk.layer_norm(**inputs).equal(inputs["bias"].expand(4, 768))
+    assert_accurate(fk.layer_norm, layer_norm_ref, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -81,7 +69,7 @@ def test_attention_scores_of_1e4(T, dtype):
     qkv[:, :, :2] *= (1e4 * 32**0.5 / (qkv[0, :, 0, 0] @ qkv[0, :, 1, 0].mT).abs().max()) ** 0.5
     scores = qkv[0, :, 0, 0] @ qkv[0, :, 1, 0].mT * 32**-0.5
     assert scores.max() > 9e3 or scores.min() < -9e3
-    assert_accurate(attention, attention_ref, {"qkv": _leaf(qkv, dtype)})
+    assert_accurate(fk.attention, attention_ref, {"qkv": _leaf(qkv, dtype)})
 
 
 # Each op at these, or at sizes of its own: an activation that is 0 here and not there, before an
@@ -163,11 +151,11 @@ def test_non_finite_propagation(op, name):
     function, reference, make = OPS[op]
     for value in (nan, inf, -inf):
         inputs = {n: x.detach().to(bf16) for n, x in make().items()}
-        with torch.no_grad(), backend("torch"):
+        with torch.no_grad(), fk.backend("torch"):
             upstream = torch.randn_like(function(**inputs))
         changed = {**inputs, "upstream": upstream}[name].view(-1)
         changed[(3 * 32 + 5 if "attention" in op else 7) % len(changed)] = value
-        with backend("triton"):
+        with fk.backend("triton"):
             actual = _results(function, inputs, upstream, bf16)
         with sdpa_kernel(SDPBackend.MATH):
             expected = _results(reference, inputs, upstream, torch.float64)
@@ -188,8 +176,8 @@ def test_causal_nan_in_later_key(value):
     """torch's MATH adds -inf to its NaN score, and so gives NaN to the queries before it too."""
     heads = {name: x.detach().abs() for name, x in _heads(20).items()}
     heads["key"][0, 1, 6, 3] = value
-    with backend("triton"):
-        out = scaled_dot_product_attention(**heads, is_causal=True)
+    with fk.backend("triton"):
+        out = fk.scaled_dot_product_attention(**heads, is_causal=True)
     assert out[0, 0].isfinite().all() and out[0, 1, :6].isfinite().all()
     assert out[0, 1, 6:].isnan().all()
 
@@ -198,10 +186,10 @@ def test_all_minus_inf_scores_give_nan():
     """The kernels look for rows without a key only under a mask; torch gives 0. docs/numerics.md"""
     heads = {name: x.detach().abs() for name, x in _heads(1).items()}
     heads["key"][0, 1, 0, 3] = -inf
-    out = scaled_dot_product_attention(**heads)
+    out = fk.scaled_dot_product_attention(**heads)
     assert out[0, 1].isnan().all() and out[0, 0].isfinite().all()
     mask = torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
-    assert scaled_dot_product_attention(**heads, attn_mask=mask)[0, 1].eq(0).all()
+    assert fk.scaled_dot_product_attention(**heads, attn_mask=mask)[0, 1].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -221,9 +209,9 @@ def test_fully_masked_rows_are_zero(T, kind, dtype):
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(query, key, value, cast)
 
-    with backend("triton"):
-        assert_accurate(partial(scaled_dot_product_attention, attn_mask=mask), reference, inputs)
-        out = scaled_dot_product_attention(**inputs, attn_mask=mask)
+    with fk.backend("triton"):
+        assert_accurate(partial(fk.scaled_dot_product_attention, attn_mask=mask), reference, inputs)
+        out = fk.scaled_dot_product_attention(**inputs, attn_mask=mask)
         (dquery,) = torch.autograd.grad(out, inputs["query"], torch.ones_like(out))
     for x in (out, dquery):
         assert x[:, :, [3, T - 1]].eq(0).all() and x.isfinite().all()
@@ -252,13 +240,13 @@ def test_finite_mask_hidden_rows_gradients(op, value, dtype, route):
 
     def by_heads(qkv: Tensor, mask: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+        return fk.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
     def packed(qkv: Tensor, mask: Tensor) -> Tensor:
-        return attention(qkv, attn_mask=mask)
+        return fk.attention(qkv, attn_mask=mask)
 
     inputs = _leaf(qkv, dtype), _leaf(mask, dtype)
-    with backend(route):
+    with fk.backend(route):
         out = (packed if op == "attention" else by_heads)(*inputs)
         found = out, *torch.autograd.grad(out, inputs, upstream)
     wide = [_leaf(x) for x in inputs]
@@ -280,9 +268,9 @@ def test_subnormal_inputs_are_not_flushed(op, dtype):
     inputs = {name: _leaf(x, dtype) for name, x in make().items() if name in wanted}
     inputs[first] = _leaf(inputs[first] * SUBNORMAL[dtype], dtype)
     if op == "layer_norm":  # eps keeps a subnormal row subnormal
-        function, reference = partial(layer_norm, eps=1.0), partial(layer_norm_ref, eps=1.0)
+        function, reference = partial(fk.layer_norm, eps=1.0), partial(layer_norm_ref, eps=1.0)
     assert 0 < inputs[first].abs().max() < torch.finfo(dtype).tiny * (20 if dtype == fp16 else 1)
-    with backend("triton"):
+    with fk.backend("triton"):
         out = function(**inputs)
         assert out.ne(0).float().mean() > 0.5
         assert_accurate(function, reference, inputs)
@@ -293,7 +281,7 @@ def test_subnormal_gradients_are_not_flushed(dtype):
     inputs = {"x": rand(5, 64, dtype=dtype), "weight": rand(48, 64, dtype=dtype, scale=0.125)}
     upstream = (rand(5, 48, grad=False, seed=3) * SUBNORMAL[dtype]).to(dtype)
     for activation in (None, "gelu"):
-        call, reference = (partial(f, activation=activation) for f in (linear, linear_ref))
+        call, reference = (partial(f, activation=activation) for f in (fk.linear, linear_ref))
         assert_accurate(call, reference, inputs, upstream=[upstream])
         (dx,) = torch.autograd.grad(call(**inputs), [inputs["x"]], [upstream])
         assert dx.ne(0).float().mean() > 0.5
@@ -339,14 +327,19 @@ def _far_apart(axis: int, *shape: int) -> tuple[int, ...]:
 def _far_linear(activation: str | None) -> tuple[Any, ...]:
     """Outputs, the residual and rows of x far apart."""
     shapes = dict(x=(-3, 24), weight=(40, 24), residual=(-3, 40), layer_scale=(40,))
-    return *(partial(f, activation=activation) for f in (linear, linear_ref)), shapes, [(-3, 40)]
+    return *(partial(f, activation=activation) for f in (fk.linear, linear_ref)), shapes, [(-3, 40)]
+
+
+def _far_attention(B: int, T: int) -> tuple[Any, ...]:
+    """qkv and the output's gradient, whose samples or tokens lie far apart."""
+    return fk.attention, attention_ref, dict(qkv=(B, T, 3, 1, 16)), [(B, T, 1, 16)]
 
 
 def _far_rope(axis: int, norm: str | None) -> tuple[Any, ...]:
     """Queries, keys and both gradients whose samples, tokens or heads lie far apart."""
     shape = _far_apart(axis, 1, 1, 1, 16)
     tables = {"cos": (abs(shape[1]), 16), "sin": (abs(shape[1]), 16)}
-    pair = (partial(f, norm=norm) for f in (rope, rope_ref))
+    pair = (partial(f, norm=norm) for f in (fk.rope, rope_ref))
     return *pair, dict(q=shape, k=shape), [shape, shape], tables
 
 
@@ -354,20 +347,20 @@ def _far_sdpa(axis: int) -> tuple[Any, ...]:
     """Queries, keys, values and the mask, whose samples, heads or tokens lie far apart."""
     shape, mask = (_far_apart(axis, 1, 1, 20, n) for n in (16, 20))
     heads = dict.fromkeys(("query", "key", "value"), shape)
-    pair = scaled_dot_product_attention, F.scaled_dot_product_attention
+    pair = fk.scaled_dot_product_attention, F.scaled_dot_product_attention
     return *pair, heads, [], {"attn_mask": (*mask[:3], abs(shape[2]))}
 
 
 # function, specification, its tensors, its gradients, what gets none
 FAR_CALLS: dict[str, tuple[Any, ...]] = {
     "layer_norm": (
-        layer_norm_and_input,
+        fk.layer_norm_and_input,
         lambda x: (layer_norm_ref(x), x.view_as(x)),
         dict(x=(-3, 64)),
         [(-3, 64)] * 2,
     ),
     "rms_norm": (
-        rms_norm_and_input,
+        fk.rms_norm_and_input,
         lambda x, weight: (rms_norm_ref(x, weight), x.view_as(x)),
         dict(x=(-3, 64), weight=(64,)),
         [(-3, 64)] * 2,
@@ -376,24 +369,24 @@ FAR_CALLS: dict[str, tuple[Any, ...]] = {
     "linear": _far_linear(None),
     "linear_gelu": _far_linear("gelu"),
     # dlayer_scale reads the weight once more, by its strides
-    "linear_weight": (linear, linear_ref, dict(x=(5, 24), weight=(-3, 24), layer_scale=(3,)), []),
+    "linear_weight": (fk.linear, linear_ref, dict(x=(5, 8), weight=(-3, 8), layer_scale=(3,)), []),
     "mlp": (
-        *(partial(f, fc1_bias=None, fc2_bias=None) for f in (mlp, mlp_ref)),
+        *(partial(f, fc1_bias=None, fc2_bias=None) for f in (fk.mlp, mlp_ref)),
         dict(x=(-3, 3, 24), fc1_weight=(48, 24), fc2_weight=(24, 48), residual=(-3, 3, 24)),
         [(-3, 3, 24)],
     ),
-    "attention": (attention, attention_ref, dict(qkv=(-3, 20, 3, 1, 16)), [(-3, 20, 1, 16)]),
-    "attention_split": (attention, attention_ref, dict(qkv=(-3, 70, 3, 1, 16)), [(-3, 70, 1, 16)]),
+    "attention": _far_attention(-3, 20),
+    "attention_split": _far_attention(-3, 70),
     # beyond the kernels' offsets within a tile: the launcher copies
-    "attention_tokens": (attention, attention_ref, dict(qkv=(1, -3, 3, 1, 16)), [(1, -3, 1, 16)]),
+    "attention_tokens": _far_attention(1, -3),
     "qkv_attention": (
-        *(partial(f, num_heads=1) for f in (qkv_attention, qkv_attention_ref)),
+        *(partial(f, num_heads=1) for f in (fk.qkv_attention, qkv_attention_ref)),
         dict(x=(-3, 3, 24), weight=(48, 24)),
         [(-3, 3, 1, 16)],
     ),
     # channels, rows of a patch, patches above one another
     **{
-        f"patch_embed-{i}": (patch_embed, patch_embed_ref, dict(images=images, weight=weight), [])
+        f"patches-{i}": (fk.patch_embed, patch_embed_ref, dict(images=images, weight=weight), [])
         for i, (images, weight) in enumerate(
             (
                 ((1, -3, 4, 8), (16, 3, 4, 8)),
@@ -415,5 +408,5 @@ def test_addresses_past_2_31(call):
         inputs |= _drawn(more, dtype if "attn_mask" in more else fp32, grad=False)
     gradients = list(_drawn(dict(enumerate(upstream)), dtype, grad=False).values())
     for route in ("library", "triton") if "linear" in call else ("triton",):
-        with backend("triton"), forced_route(route):
+        with fk.backend("triton"), forced_route(route):
             assert_accurate(function, reference, inputs, upstream=gradients or None)

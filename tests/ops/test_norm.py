@@ -6,15 +6,8 @@ import torch
 import torch.nn.functional as F
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 
-from fastvit_kernels import backend, linear
-from fastvit_kernels.ops.norm.functions import (
-    layer_norm,
-    layer_norm_and_input,
-    layer_norm_ref,
-    rms_norm,
-    rms_norm_and_input,
-    rms_norm_ref,
-)
+import fastvit_kernels as fk
+from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -29,15 +22,15 @@ class Norm(NamedTuple):
 
 NORMS = (
     Norm(
-        layer_norm,
-        layer_norm_and_input,
+        fk.layer_norm,
+        fk.layer_norm_and_input,
         layer_norm_ref,
         ("weight", "bias"),
         (1, 65, 192, 384, 768, 1024, 1280, 1408, 1536, 4304),
     ),
     Norm(
-        rms_norm,
-        rms_norm_and_input,
+        fk.rms_norm,
+        fk.rms_norm_and_input,
         rms_norm_ref,
         ("weight",),
         (1, 64, 65, 192, 768, 1280, 1408, 4304),
@@ -60,8 +53,8 @@ def test_layer_norm_by_torch_has_fp32_statistics():
     found = {}
     for name, wide in (("ours", bf16), ("torch", fp32), ("oracle", torch.float64)):
         given = x.to(wide).requires_grad_()
-        norm = layer_norm if name == "ours" else layer_norm_ref
-        with backend("torch"):
+        norm = fk.layer_norm if name == "ours" else layer_norm_ref
+        with fk.backend("torch"):
             y = norm(given, weight.to(torch.promote_types(wide, fp32)), eps=1e-6)
             (found[name],) = torch.autograd.grad(y, given, dy.to(wide))
     errors = {n: (found[n].double() - found["oracle"]).abs() for n in ("ours", "torch")}
@@ -75,11 +68,11 @@ def test_norm_bias_dtype(first):
     second = fp32 if first is fp16 else fp16
     x, weight, bias = rand(64, 96), rand(96, dtype=first), rand(96, dtype=second)
     upstream = rand(64, 96, seed=9, grad=False) * 1e4
-    with backend("triton"):
-        layer_norm(x, weight, bias).backward(upstream)
+    with fk.backend("triton"):
+        fk.layer_norm(x, weight, bias).backward(upstream)
     assert (weight.grad.dtype, bias.grad.dtype) == (first, second)
     wide = bias if second is fp32 else weight
-    exact = upstream if second is fp32 else upstream * layer_norm(x.detach())
+    exact = upstream if second is fp32 else upstream * fk.layer_norm(x.detach())
     torch.testing.assert_close(wide.grad, exact.sum(0), rtol=1e-4, atol=10.0)
 
 
@@ -121,7 +114,7 @@ def test_norm_residual_after_linear(norm):
         return call
 
     given = {**inputs, "residual": residual}
-    assert_accurate(run(norm.op, linear), run(norm.ref, F.linear), given)
+    assert_accurate(run(norm.op, fk.linear), run(norm.ref, F.linear), given)
 
 
 @pytest.mark.parametrize("dtypes", [(fp32, bf16), (bf16, fp32), (fp32, fp16)], ids=str)
@@ -142,7 +135,7 @@ def test_rms_norm_rounds_once(dtype):
     """As torch's own with the weight in fp32: nearly all elements are the nearest there are."""
     inputs = {n: x.detach() for n, x in _inputs(NORMS[1], (64,), 96, dtype).items()}
     nearest = rms_norm_ref(**{n: x.double() for n, x in inputs.items()}).to(dtype)
-    assert (rms_norm(**inputs) != nearest).float().mean() < (0.6 if dtype is fp32 else 0.01)
+    assert (fk.rms_norm(**inputs) != nearest).float().mean() < (0.6 if dtype is fp32 else 0.01)
 
 
 @both_norms
