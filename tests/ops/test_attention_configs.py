@@ -24,14 +24,6 @@ from fastvit_kernels.ops.attention.configs import (
     has_turns,
 )
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
-from fastvit_kernels.ops.attention.launch import (
-    Layouts,
-    Problem,
-    bwd_call,
-    bwd_launch,
-    fwd_call,
-    fwd_launch,
-)
 from fastvit_kernels.ops.attention.tiling import query_parts
 from fastvit_kernels.ops.common.gemm_configs import HIDDEN_TABLE, SPECIALIZED, TMA_TILE
 from fastvit_kernels.runtime.backend import Gpu, gpu
@@ -44,8 +36,8 @@ H100 = Gpu("sm_90", 132, 227 * 1024)
 A100 = Gpu("sm_80", 108, 163 * 1024)
 
 
-def _problem(B: int, T: int, H: int, D: int, dtype: torch.dtype, on: Gpu | None = None) -> Problem:
-    return Problem(on or gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
+def _problem(B, T, H, D, dtype, on=None):
+    return launch.Problem(on or gpu(DEVICE), dtype, (B, T, H, D), T, "none", False, "ieee")
 
 
 @pytest.mark.parametrize("table", [FWD_TABLE, ONE_PASS_TABLE], ids=lambda table: table.name)
@@ -77,7 +69,7 @@ def test_attention_one_pass_in_three_parts(T):
     parts = query_parts(T)
     assert parts is not None and parts[2] in (16, 32, 128)
     with forced(BWD_TABLE.name, BwdForm(one_pass=True)):
-        assert bwd_launch(*_problem(1, T, 1, 16, bf16)).one_pass is not None
+        assert launch.bwd_launch(*_problem(1, T, 1, 16, bf16)).one_pass is not None
         assert_accurate(attention, attention_ref, {"qkv": rand(1, T, 3, 1, 16, dtype=bf16)})
 
 
@@ -114,19 +106,19 @@ def test_no_loop_is_empty(D, dtype):
     """The kernels tell the compiler so: it would be undefined behaviour."""
     for T in range(1, 300):
         problem = _problem(64, T, 12, D, dtype, H100)
-        options = by_field(fwd_launch(*problem).options)
+        options = by_field(launch.fwd_launch(*problem).options)
         assert options["ONE_KV"] or _full_tiles(options, "KV", T) > 0
         for one_pass in (True, False):
             with forced(BWD_TABLE.name, BwdForm(one_pass)):
-                launches = bwd_launch(*problem)
+                launches = launch.bwd_launch(*problem)
             if launches.one_pass is not None:
                 options = by_field(launches.one_pass.options)
                 assert options["ONE_KV"] or _full_tiles(options, "KV", T) > 0
             else:
                 apart = D > 192 and dtype is bf16  # dk and dv
                 axes = ("KV", "Q", "Q") if apart else ("KV", "Q")
-                for launch, axis in zip(launches.split, axes, strict=True):
-                    assert _full_tiles(by_field(launch.options), axis, T) > 0
+                for part, axis in zip(launches.split, axes, strict=True):
+                    assert _full_tiles(by_field(part.options), axis, T) > 0
 
 
 @pytest.fixture
@@ -156,10 +148,10 @@ def test_gluon_import_error_warns_once(gluon, recwarn):
 def test_pingpong_takes_packed_tensors_alone(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     strides, shape = ((197 * 2304, 2304, 64, 1),) * 3, (256, 197, 12, 64)
-    layouts = Layouts(H100, bf16, shape, 197, strides, None, False, False, 0.1, 0.0, "")
+    layouts = launch.Layouts(H100, bf16, shape, 197, strides, None, False, False, 0.1, 0.0, "")
     grads = H100, True, 2304, 2304, bf16, shape, 197, ((0,) * 4, *strides), *layouts[5:]
     with forced(FWD_TABLE.name, PINGPONG_FWD), forced(BWD_TABLE.name, PINGPONG_BWD):
-        for call, given in ((fwd_call, layouts), (bwd_call, grads)):
+        for call, given in ((launch.fwd_call, layouts), (launch.bwd_call, grads)):
             assert not call(*given).of_qkv
             assert call(*given, of_qkv=True).of_qkv == has_gluon()
 

@@ -12,16 +12,8 @@ from test_attention import qkv_layouts
 from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
-from fastvit_kernels.ops.attention import configs as attention_configs, cudnn, launch
-from fastvit_kernels.ops.attention.configs import (
-    BWD_TABLE,
-    FWD_TABLE,
-    LIBRARY_BWD,
-    LIBRARY_FWD,
-    forced_route,
-)
+from fastvit_kernels.ops.attention import configs, cudnn, launch
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
-from fastvit_kernels.ops.attention.launch import Problem
 from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention_ref
 from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
 from fastvit_kernels.ops.attention.sdpa import scaled_dot_product_attention as sdpa
@@ -50,7 +42,7 @@ def took(monkeypatch):
 
         monkeypatch.setattr(launch, whole, called)
     set_deterministic(False)
-    with forced_route("library"):
+    with configs.forced_route("library"):
         yield found
 
 
@@ -101,15 +93,17 @@ def test_library_attention(op, T, dtype, took):
 
 
 @pytest.mark.parametrize(
-    "table", [(FWD_TABLE, LIBRARY_FWD), (BWD_TABLE, LIBRARY_BWD)], ids=["fwd", "bwd"]
+    ("table", "config"),
+    [(configs.FWD_TABLE, configs.LIBRARY_FWD), (configs.BWD_TABLE, configs.LIBRARY_BWD)],
+    ids=["fwd", "bwd"],
 )
 @every_op
-def test_library_forward_triton_backward(op, table, took):
+def test_library_forward_triton_backward(op, table, config, took):
     """One lse serves both: base 2, rows padded with what makes p 0 in our backward."""
     function, reference, inputs = OPS[op]
-    with forced_route("triton"), forced(table[0].name, table[1]):
+    with configs.forced_route("triton"), forced(table.name, config):
         assert_accurate(function, reference, inputs())
-    assert set(took) == {table[0].name[-3:]}
+    assert set(took) == {table.name[-3:]}
 
 
 def test_library_qkv_layouts(took):
@@ -161,7 +155,7 @@ def _results(function, inputs):
 @every_op
 def test_deterministic_uses_triton(op, took):
     function, _, make = OPS[op]
-    with forced_route("triton"):
+    with configs.forced_route("triton"):
         ours = _results(function, make())
     _results(function, make())
     assert took == ["fwd", "bwd"]
@@ -230,15 +224,15 @@ def test_cuda_sdpa_signatures(choice, kernels, is_causal, monkeypatch):
 
 
 def _routes(on, T, dtype=bf16, mask="none"):
-    key = Problem(on, dtype, (8, T, 12, 64), T, mask, False, "ieee").key()
-    return [table.choose(on, *key).route for table in (FWD_TABLE, BWD_TABLE)]
+    key = launch.Problem(on, dtype, (8, T, 12, 64), T, mask, False, "ieee").key()
+    return [table.choose(on, *key).route for table in (configs.FWD_TABLE, configs.BWD_TABLE)]
 
 
 @pytest.mark.parametrize("arch", ["sm_100", "sm_103", "sm_110"])
 @pytest.mark.parametrize("has_fence", [True, False])
 def test_blackwell_takes_the_library(arch, has_fence, monkeypatch):
     """From T = 257, and everywhere where Triton leaves out a fence; masks are ours, unpipelined."""
-    monkeypatch.setattr(attention_configs, "UNFENCED", not has_fence)
+    monkeypatch.setattr(configs, "UNFENCED", not has_fence)
     on = Gpu(arch, 148, 227 * 1024, f"fence {has_fence}")  # its own entries in the cache of plans
     for T in (50, 197, 257, 577, 4097):
         wanted = "library" if T > 256 or not has_fence else "triton"

@@ -10,16 +10,12 @@ from products import GATED, LINEARS, MLP
 from replaced import operators, replace_operator
 from torch.utils.checkpoint import checkpoint
 
+from fastvit_kernels import layer_norm_and_input, rms_norm_and_input
 from fastvit_kernels.ops.common import grad_handoff
 from fastvit_kernels.ops.gated_mlp.functions import gated_mlp, gated_mlp_ref
 from fastvit_kernels.ops.linear import linear, linear_ref
 from fastvit_kernels.ops.mlp import mlp, mlp_ref
-from fastvit_kernels.ops.norm.functions import (
-    layer_norm_and_input,
-    layer_norm_ref,
-    rms_norm_and_input,
-    rms_norm_ref,
-)
+from fastvit_kernels.ops.norm.functions import layer_norm_ref, rms_norm_ref
 
 B, T, K, C, F = 3, 7, 24, 40, 48
 fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
