@@ -112,14 +112,12 @@ def test_backend_per_thread():
             leave.wait(10)
         seen.append(get_backend())
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    inside.wait(10)
-    seen.append((get_backend(), _uses_kernels(rand(2, 8))))
-    leave.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(run)
+        inside.wait(10)
+        seen.append((get_backend(), _uses_kernels(rand(2, 8))))
+        leave.set()
     assert seen.count("torch") == seen.count("auto") == 2 and ("auto", True) in seen
     assert get_backend() == "auto" == _in_a_thread(get_backend)
 
