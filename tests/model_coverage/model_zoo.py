@@ -87,14 +87,17 @@ def _timm_overrides(name: str) -> dict[str, Any]:
     return small
 
 
+def _images(size: int) -> Tensor:
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
 def timm_small(name: str, **settings: Any) -> tuple[nn.Module, Tensor]:
     """A small model of this timm name, with a batch of two images."""
     import timm
 
     overrides = _timm_overrides(name) | settings
     model = timm.create_model(name, pretrained=False, num_classes=7, **overrides)
-    size, generator = overrides["img_size"], torch.Generator().manual_seed(0)
-    return model, torch.randn(2, 3, size, size, generator=generator)
+    return model, _images(overrides["img_size"])
 
 
 def torchvision_names() -> list[str]:
@@ -107,10 +110,8 @@ def torchvision_small(name: str) -> tuple[nn.Module, Tensor]:
     """A small model of this torchvision name, with a batch of two images."""
     from torchvision import models
 
-    size = 64 if name.startswith("swin") else 48
-    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     if name.startswith("vit_"):
-        return models.VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7), x
+        return models.VisionTransformer(48, 16, 2, 2, 64, 128, num_classes=7), _images(48)
     if name.startswith("swin"):
         second = "_v2_" in name
         parts = models.swin_transformer
@@ -119,9 +120,9 @@ def torchvision_small(name: str) -> tuple[nn.Module, Tensor]:
         model = models.SwinTransformer(
             [4, 4], 32, [2, 2], [2, 2], [4, 4], block=block, downsample_layer=merging, num_classes=7
         )
-        return model, x
+        return model, _images(64)
     model = models.MaxVit((64, 64), 16, 4, [32, 64], [1, 1], 16, 0.2, num_classes=7)
-    return model, torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    return model, _images(64)
 
 
 _HF_NARROW = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -191,7 +192,7 @@ def hf_small(name: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor]]:
         }
     if name == "vjepa2":
         return model, {"pixel_values_videos": torch.randn(2, 4, 3, 48, 48, generator=generator)}
-    return model, {"pixel_values": torch.randn(2, 3, 48, 48, generator=generator)}
+    return model, {"pixel_values": _images(48)}
 
 
 def small(host: str, name: str) -> tuple[nn.Module, Any] | None:
