@@ -7,15 +7,7 @@ from math import isnan, nan
 
 import pytest
 import torch
-from bench_stand_ins import (
-    CPU,
-    ROOFS,
-    TINY,
-    FakeTimer,
-    bench,
-    few_rounds,  # noqa: F401, a fixture by its name
-    with_providers,
-)
+from bench_stand_ins import CPU, ROOFS, TINY, FakeTimer, bench, few_rounds, with_providers
 
 import fastvit_kernels as fk
 from bench import measure
@@ -23,6 +15,8 @@ from bench.measure import COPY_BYTES, MATMUL_SIDE, measure_op
 from bench.ops import OPS, compiled, ours, plain
 from bench.rows import ERROR, FAILED, OK, Row, bad_rows
 from fastvit_kernels.accuracy.op import Draw
+
+__all__ = ["few_rounds"]  # a fixture
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -11,12 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from bench_stand_ins import (
-    CPU,
-    FakeTimer,
-    few_rounds,  # noqa: F401, a fixture by its name
-    stub_task,
-)
+from bench_stand_ins import CPU, FakeTimer, few_rounds, stub_task
 
 import fastvit_kernels as fk
 from bench import host, plan, run
@@ -27,6 +22,8 @@ from bench.rows import FAILED, Results, Row, read_rows
 from bench.run import Machine
 from fastvit_kernels.runtime.backend import INTERPRETED
 from fastvit_kernels.runtime.triton import HAS_TRITON
+
+__all__ = ["few_rounds"]  # a fixture
 
 
 def test_the_plan_has_each_case_once_and_the_telling_first():
