@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import DTYPES, assert_accurate, dtype_id, rand
+from test_sdpa import heads
 
 from fastvit_kernels import attention, backend, scaled_dot_product_attention
 from fastvit_kernels.ops.attention.functions import attention_ref
@@ -13,9 +14,8 @@ MASKS = [(3, 19, 21), (5, 3, 19, 21), (5, 1, 19, 21), (19, 21), (3, 1, 21)]
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_bias_gradient_broadcast(mask):
-    shapes = {"query": (5, 3, 19, 16), "key": (5, 3, 21, 16), "value": (5, 3, 21, 16)}
-    shapes["attn_mask"] = mask
-    inputs = {n: rand(*s, dtype=torch.bfloat16, seed=i) for i, (n, s) in enumerate(shapes.items())}
+    inputs = heads(5, 3, 19, 21, 16, torch.bfloat16)
+    inputs["attn_mask"] = rand(*mask, dtype=torch.bfloat16, seed=3)
     with backend("triton"):
         assert_accurate(scaled_dot_product_attention, F.scaled_dot_product_attention, inputs)
 
