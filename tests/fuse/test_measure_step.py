@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fastvit_kernels import swap_in
-from fastvit_kernels.fuse.swapped import Swapped
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -51,6 +50,6 @@ def test_a_swap_stays_only_where_it_is_faster(model, kept, text):
     assert re.match(start + r"original \d+\.\d ms, swapped \d+\.\d ms a step", report.measured)
     assert re.search(text, report.measured)
     assert str(report).startswith(report.measured + "\n")
-    assert isinstance(vars(model).get("forward"), Swapped) is kept
+    assert ("forward" in vars(model)) is kept
     assert p.grad is grad and model.calls == 0
     assert torch.equal(torch.get_rng_state(), state)
