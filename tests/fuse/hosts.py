@@ -212,11 +212,9 @@ def difference(a: Any, b: Any, floor: float, precision: torch.dtype) -> str:
     if not b[finite].isfinite().all():
         return "NaN or infinity where the host has numbers"
     off = size(torch.where(finite, a - b, 0.0))
-    return (
-        ""
-        if off <= tolerance * max(size(a), floor) + 1e-13
-        else f"off by {off:.1e} of {size(a):.1e}"
-    )
+    if off <= tolerance * max(size(a), floor) + 1e-13:
+        return ""
+    return f"off by {off:.1e} of {size(a):.1e}"
 
 
 @dataclass

@@ -219,10 +219,8 @@ def cosine_attention(kit, x):
 
 @block()
 def one_key_for_all_heads(kit, x):
-    k, v = kit.both(x)[..., : 2 * D].chunk(2, -1)
-    return x + kit.o(
-        join(sdpa(split(kit.q(x)), *(t[:, None].expand(-1, H, -1, -1) for t in (k, v))))
-    )
+    k, v = (t[:, None].expand(-1, H, -1, -1) for t in kit.both(x)[..., : 2 * D].chunk(2, -1))
+    return x + kit.o(join(sdpa(split(kit.q(x)), k, v)))
 
 
 @block()

@@ -56,9 +56,7 @@ RMS = {
 
 
 def einops_like(kit: Kit, x: Tensor) -> tuple[Tensor, ...]:
-    return tuple(
-        t.reshape(*x.shape[:2], H, D).permute(0, 2, 1, 3) for t in kit.qkv(x).chunk(3, dim=-1)
-    )
+    return tuple(t.reshape(2, 9, H, D).permute(0, 2, 1, 3) for t in kit.qkv(x).chunk(3, dim=-1))
 
 
 def cat_of_biases(kit: Kit, x: Tensor) -> list[Tensor]:

@@ -797,9 +797,8 @@ def test_torch_func_is_the_hosts():
     model, host = swapped_and_host()
     model(images())
     weights = {n: p.detach() * 2 for n, p in model.named_parameters()}
-    assert_same(
-        functional_call(model, weights, (images(),)), functional_call(host, weights, (images(),))
-    )
+    found, wanted = (functional_call(m, weights, (images(),)) for m in (model, host))
+    assert_same(found, wanted)
 
     def loss(m):
         return lambda p, x: functional_call(m, p, (x[None],))[0].sum()

@@ -68,9 +68,8 @@ def _in_equal_strides(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     count = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     memory = np.full(count + 64, np.nan, np.float32)
-    return (
-        torch.frombuffer(memory, dtype=fp32, count=count).as_strided(x.shape, x.stride()).copy_(x)
-    )
+    flat = torch.frombuffer(memory, dtype=fp32, count=count)
+    return flat.as_strided(x.shape, x.stride()).copy_(x)
 
 
 @pytest.mark.parametrize("unpack", [torch.Tensor.contiguous, _in_equal_strides])

@@ -43,9 +43,8 @@ SPELLINGS = {
 
 def _reset() -> None:
     torch.set_float32_matmul_precision("highest")
-    for owner in (BACKENDS, BACKENDS.cuda.matmul, BACKENDS.cudnn, BACKENDS.mkldnn):
-        _set(owner, "none")()
-    for owner in (BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv, BACKENDS.mkldnn.rnn):
+    parts = BACKENDS.mkldnn.matmul, BACKENDS.mkldnn.conv, BACKENDS.mkldnn.rnn
+    for owner in (BACKENDS, BACKENDS.cuda.matmul, BACKENDS.cudnn, BACKENDS.mkldnn, *parts):
         _set(owner, "none")()
     for owner in (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn):
         _set(owner, "tf32")()
