@@ -50,10 +50,8 @@ def fingerprint(model: nn.Module, inputs: Any) -> str:
     for name, module in model.named_modules():
         settings = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
         shapes = [(n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None]
-        cls = type(module)
-        parts.append(
-            f"{name} {cls.__module__}.{cls.__qualname__} {sorted(settings.items())} {shapes}"
-        )
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        parts.append(f"{name} {kind} {sorted(settings.items())} {shapes}")
     return "\n".join(parts)
 
 

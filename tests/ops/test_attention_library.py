@@ -9,6 +9,7 @@ import torch
 from numerics import DEVICE, DTYPES, assert_accurate, dtype_id, rand
 from private import FakeTensorMode, set_deterministic
 from test_attention import qkv_layouts
+from test_sdpa import heads
 from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
@@ -56,9 +57,7 @@ def _projected(T=37, dtype=TAKEN[0]):
 
 
 def _separate(T=37, dtype=TAKEN[0]):
-    return {
-        n: rand(2, H, T, D, dtype=dtype, seed=i) for i, n in enumerate(("query", "key", "value"))
-    }
+    return heads(2, H, T, T, D, dtype)
 
 
 def _turned(T=37, dtype=TAKEN[0]):

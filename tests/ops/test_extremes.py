@@ -53,11 +53,8 @@ def test_layer_norm_large_mean(C, dtype):
 def test_layer_norm_constant_rows_give_the_bias(dtype):
     """Exactly: the rounding of a mean must not pass for a variance. So dx is rstd (g - mean g)."""
     x = torch.full((4, 768), 1e4 + 0.3, device=DEVICE)
-    inputs = {
-        "x": _leaf(x, dtype),
-        "weight": rand(768, dtype=dtype),
-        "bias": rand(768, dtype=dtype),
-    }
+    inputs = {name: rand(768, dtype=dtype) for name in ("weight", "bias")}
+    inputs["x"] = _leaf(x, dtype)
     assert fk.layer_norm(**inputs).equal(inputs["bias"].expand(4, 768))
     assert_accurate(fk.layer_norm, layer_norm_ref, inputs)
 

@@ -41,10 +41,8 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 
 
 def _inputs(norm, rows, C, dtype, param_dtype=None):
-    drawn = {
-        n: rand(C, dtype=param_dtype or dtype, seed=i) for i, n in enumerate(norm.parameters, 1)
-    }
-    return {"x": rand(*rows, C, dtype=dtype), **drawn}
+    x, own = rand(*rows, C, dtype=dtype), param_dtype or dtype
+    return {"x": x, **{n: rand(C, dtype=own, seed=i) for i, n in enumerate(norm.parameters, 1)}}
 
 
 def test_layer_norm_by_torch_has_fp32_statistics():

@@ -106,10 +106,8 @@ class GuardPages(compat.TorchDispatchMode):
         if copy and shares_memory(x) == 0:
             housed.copy_(x)
         elif copy:  # copy_ refuses elements that share memory
-            index = (
-                torch.arange(extent, device=x.device).as_strided(x.shape, x.stride()).reshape(-1)
-            )
-            flat[offset : offset + extent][index] = x.reshape(-1)
+            places = torch.arange(extent, device=x.device).as_strided(x.shape, x.stride())
+            flat[offset : offset + extent][places.reshape(-1)] = x.reshape(-1)
         description = f"{x.dtype} {tuple(x.shape)}, {description}"
         snapshot = raw.clone() if keep else None
         insort(self._starts, (raw.data_ptr(), len(self._buffers)))

@@ -57,10 +57,9 @@ class _Counting(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.name().removeprefix("aten::").partition(".")[0]
         # `to` and `reshape` are views by their schema, and copy where they must
-        moves_nothing = name.startswith(_MOVES_NOTHING) or (
-            func.is_view and _is_view_of(result, args)
-        )
-        if func.namespace == "aten" and not moves_nothing:
+        is_view = func.is_view and _is_view_of(result, args)
+        moves = not (is_view or name.startswith(_MOVES_NOTHING))
+        if func.namespace == "aten" and moves:
             self.add((args, kwargs, result))
         return result
 
