@@ -32,9 +32,8 @@ class Mlp(nn.Module):
 def compare(model=None, x=None, **settings):
     torch.manual_seed(0)
     model = model or Mlp()
-    return fk.compare(
-        model, torch.randn(2, 5, 16) if x is None else x, seconds=0.01, steps=2, **settings
-    )
+    x = torch.randn(2, 5, 16) if x is None else x
+    return fk.compare(model, x, seconds=0.01, steps=2, **settings)
 
 
 def test_compare_says_progress():

@@ -150,9 +150,7 @@ def test_the_maps_of_the_pixels_that_a_named_model_sees(photo, monkeypatch, name
     if ":" in name:
         pytest.importorskip("timm")
     model, drawn = build_model(name, depth=2), []
-    monkeypatch.setattr(
-        attention_maps.figures, "draw_attention", lambda *words: drawn.append(words)
-    )
+    monkeypatch.setattr(attention_maps.figures, "draw_attention", lambda *of: drawn.append(of))
     draw_maps(photo, model, name, depth=2)
     pixels = read_image(photo, (3, 224, 224))
     mean, std = (torch.tensor(x).expand(3).view(3, 1, 1) for x in (mean, std))

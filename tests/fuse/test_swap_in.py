@@ -756,10 +756,8 @@ def test_exports_are_the_hosts():
 def test_onnx_is_the_hosts():
     pytest.importorskip("onnxscript")
     model, host = swapped_and_host(vit().eval())
-    programs = [
-        torch.onnx.export(m, (images(),), dynamo=True, verbose=False) for m in (model, host)
-    ]
-    ops = [[node.op_type for node in p.model.graph] for p in programs]
+    made = [torch.onnx.export(m, (images(),), dynamo=True, verbose=False) for m in (model, host)]
+    ops = [[node.op_type for node in program.model.graph] for program in made]
     assert ops[0] == ops[1]
 
 

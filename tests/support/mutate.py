@@ -149,9 +149,8 @@ def run_tests(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    as_it_is = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
     add = parser.add_argument
     add("--random", type=int, metavar="N", required=True, help="draw so many")
     add("--seed", type=int, default=0, help="another one draws others")
