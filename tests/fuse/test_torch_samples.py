@@ -33,15 +33,17 @@ OPS = """
 def layer_norm(
     x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Tensor:
-    """Ours by the arguments of torch's."""
-    (_,) = normalized_shape  # torch's takes several axes
+    """Ours by the arguments of torch's, which may take several axes."""
+    if len(normalized_shape) != 1:
+        raise ValueError(f"one axis, got {tuple(normalized_shape)}")
     return fk.layer_norm(x, weight, bias, eps)
 
 
 def rms_norm(
     x: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Tensor:
-    (_,) = normalized_shape
+    if len(normalized_shape) != 1:
+        raise ValueError(f"one axis, got {tuple(normalized_shape)}")
     return fk.rms_norm(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
 
