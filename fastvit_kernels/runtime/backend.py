@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -89,12 +90,34 @@ def backend(name: Backend) -> Iterator[None]:
     Args, raises: as `set_backend`.
     """
     former, _here.own = _here.own, _checked(name)
-    in_place = torch.autograd.set_multithreading_enabled
     try:
-        with nullcontext() if torch.compiler.is_compiling() else in_place(False):
+        with nullcontext() if torch.compiler.is_compiling() else _backward_in_place():
             yield
     finally:
         _here.own = former
+
+
+class _Open(threading.local):
+    """The blocks that tasks of this thread are in: they may end in any order."""
+
+    blocks: int = 0
+    setting: Any = None  # torch's, from the first to the last
+
+
+_open = _Open()
+
+
+@contextmanager
+def _backward_in_place() -> Iterator[None]:
+    if _open.blocks == 0:
+        _open.setting = torch.autograd.set_multithreading_enabled(False)
+    _open.blocks += 1
+    try:
+        yield
+    finally:
+        _open.blocks -= 1
+        if _open.blocks == 0:
+            _open.setting.__exit__(None, None, None)
 
 
 @functools.cache

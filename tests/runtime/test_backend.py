@@ -1,5 +1,6 @@
 """Which backend a call takes: the choice of each thread, and what makes it PyTorch's."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -120,6 +121,32 @@ def test_backend_per_thread():
         leave.set()
     assert seen.count("torch") == seen.count("auto") == 2 and ("auto", True) in seen
     assert get_backend() == "auto" == _in_a_thread(get_backend)
+
+
+def test_backend_of_tasks_that_overlap():
+    """The first to begin ends first; a backward runs in this thread until the last has ended."""
+    in_autograds_threads = torch._C._is_multithreading_enabled
+    seen = []
+
+    async def run(name, entered, leave):
+        with fk.backend(name):
+            entered.set()
+            await leave.wait()
+            seen.append((get_backend(), in_autograds_threads()))
+
+    async def both():
+        events = [asyncio.Event() for _ in range(4)]
+        first = asyncio.create_task(run("torch", *events[:2]))
+        await events[0].wait()
+        second = asyncio.create_task(run("triton", *events[2:]))
+        await events[2].wait()
+        for task, leave in ((first, events[1]), (second, events[3])):
+            leave.set()
+            await task
+
+    asyncio.run(both())
+    assert seen == [("torch", False), ("triton", False)]
+    assert get_backend() == "auto" and in_autograds_threads()
 
 
 def test_set_backend_all_threads():
