@@ -78,7 +78,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[Tensor]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"attention_maps: model must be an nn.Module, got {type(model).__name__}")
     check_tensor("attention_maps", "images", images)
-    with torch.no_grad(), _evaluating(model), _math_attention(), _Softmaxes() as seen:
+    outside = torch.inference_mode(False)  # in it torch's attention is one call
+    with outside, torch.no_grad(), _evaluating(model), _math_attention(), _Softmaxes() as seen:
         model(images)
     if not any(probabilities.numel() for probabilities in seen.maps):
         raise ValueError(f"attention_maps: {type(model).__name__} computes no attention")

@@ -25,6 +25,8 @@ def test_attention_maps_match_notebook():
     assert [m.shape for m in maps] == 2 * [(3, 2, 17, 17)]
     for ours, theirs in zip(maps, reference.attention_maps(images), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(attention_maps(model, images.clone()), maps)
 
 
 def test_attention_maps_leave_model_state():
