@@ -317,7 +317,7 @@ class LayerScale(nn.Module):
 
     def __init__(self, dim: int, init_values: float):
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((dim,), init_values))
+        self.gamma = nn.Parameter(torch.full((dim,), float(init_values)))
 
 
 class DropPath(nn.Module):

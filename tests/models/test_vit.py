@@ -126,7 +126,7 @@ TIMM: dict[str, dict[str, Any]] = {
     # F = 63
     "SwiGLUPacked": dict(mlp_layer="SwiGLUPacked", mlp_ratio=2.63, act_layer="silu"),
     "GluMlp-gelu": dict(mlp_layer="GluMlp", mlp_ratio=2.0),
-    "SwiGLU": dict(mlp_layer="SwiGLU", mlp_ratio=2.7, act_layer="silu", init_values=0.1),
+    "SwiGLU": dict(mlp_layer="SwiGLU", mlp_ratio=2.7, act_layer="silu", init_values=1),
 }
 
 
