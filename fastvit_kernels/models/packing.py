@@ -62,8 +62,12 @@ class Crops:
     def drawn(self, rate: float, like: Tensor) -> tuple[Tensor, Tensor, Crops]:
         """The tokens of the images that a branch keeps, drawn for each size as `keep_samples`
         draws; B / S, the factor of each in the dtype of `like`; and where they lie now."""
-        index, factors, sizes = [], [], []
+        index, factors = [self.image[:0]], [like.new_empty(0)]
+        sizes = []
         for (B, T), start in zip(self.sizes, self.ends, strict=False):
+            if B == 0:
+                sizes.append((0, T))
+                continue
             kept = num_kept(B, rate)
             images = keep_samples(B, rate, self.device)[:kept]
             tokens = torch.arange(start, start + T, device=self.device)

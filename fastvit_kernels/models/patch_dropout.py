@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.common.samples import kept_rows
 from .checks import Dropout, checked
 from .rope_tables import Tables
 
@@ -38,6 +39,12 @@ def kept_tables(tables: Tables, keep: Tensor | None) -> Tables:
         return tables
     cos, sin = tables
     return cos[keep], sin[keep]
+
+
+def kept_samples(tables: Tables, samples: Tensor) -> Tables:
+    """cos and sin of the samples that `keep_samples` gave: (B, K, D) -> (S, K, D), (P, D) as is."""
+    cos, sin = tables
+    return tables if cos.ndim == 2 else (kept_rows(cos, samples), kept_rows(sin, samples))
 
 
 def check_patches(

@@ -21,7 +21,7 @@ from .initial import WeightInit, fix_weights, init_weights
 from .modules import Attention, DropPath, LayerScale, PatchEmbed
 from .norms import can_rebuild, norm_and_input, rebuilt_output
 from .packing import Crops
-from .patch_dropout import PatchDropout, check_patches, kept_tables, masked
+from .patch_dropout import PatchDropout, check_patches, kept_samples, kept_tables, masked
 from .positions import resize_positions
 from .rope_tables import RotaryEmbedding, Tables
 
@@ -67,6 +67,10 @@ class Block(nn.Module):
         """(B, T, C); with a packing, which takes no rope, (total, C)."""
         if rope is not None and packing is not None:
             raise ValueError("Block: packed images have no rotary positions, got rope and packing")
+        if packing is not None and x.shape[0] != packing.ends[-1]:
+            raise ValueError(
+                f"Block: x must have the {packing.ends[-1]} tokens of packing, got {tuple(x.shape)}"
+            )
         given: dict[str, Any] = {"rope": rope} if packing is None else {"packing": packing}
         x = self._add(x, self.norm1, self.attn, self.ls1, self.drop_path1, packing, **given)
         return self._add(x, self.norm2, self.mlp, self.ls2, self.drop_path2, packing)
@@ -94,6 +98,8 @@ class Block(nn.Module):
             y = branch(norm(x[tokens]), None, gamma, factors, **more)
             return x.index_add(0, tokens, y.to(x.dtype))
         samples = None if packing is not None else drop_path.samples(x)
+        if samples is not None and more.get("rope") is not None:
+            more = {"rope": kept_samples(more["rope"], samples)}
         low = self.memory == "low" and can_rebuild(norm)
         with recomputed_sum(x) if low and norm is self.norm2 else nullcontext() as recompute_fn:
             y, x = norm_and_input(norm, x, samples)

@@ -124,6 +124,32 @@ def test_drop_path_of_packed_sets(mode):
     assert_close_gradients(results[1], results[0], [x, *block.parameters()])
 
 
+def test_packed_sets_of_other_tokens_are_refused():
+    block, crops = fk.Block(32, 2).to(DEVICE), Crops([(2, 3)], DEVICE)
+    for tokens in (5, 7):
+        with pytest.raises(ValueError, match=rf"the 6 tokens of packing, got \({tokens}, 32\)"):
+            block(rand(tokens, 32), packing=crops)
+
+
+def test_skipped_packed_sets_may_be_empty():
+    block = fk.Block(32, 2, drop_path=0.5, drop_path_mode="skip").to(DEVICE).train()
+    for sizes in ([(0, 3), (4, 5)], [(0, 3)]):
+        crops = Crops(sizes, DEVICE)
+        assert block(rand(crops.ends[-1], 32), packing=crops).shape == (crops.ends[-1], 32)
+
+
+def test_skipped_samples_turn_by_their_own_patches():
+    """Positions of patches that each image keeps, for the samples that a branch keeps."""
+    model = encoder(rope_type="dinov3", drop_path="skip", drop_path_rate=0.5).train()
+    images, keep = drawn()[0].repeat(2, 1, 1, 1), drawn()[1].repeat(2, 1)
+    results = []
+    for way in ("triton", "torch"):
+        torch.manual_seed(3)
+        with fk.backend(way):
+            results.append(model.forward_features(images, keep=keep))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_masked_rejects():
     model, plain, (images, keep, hidden) = encoder(), encoder(mask_token=False), drawn()
     mask = torch.zeros(2, 16, dtype=torch.bool, device=DEVICE)
