@@ -69,7 +69,7 @@ from .common.gemm import (
 from .common.gemm_configs import fwd_config
 from .common.grad_handoff import Reads, layer_backward
 from .common.reduction import column_sum, zeroed
-from .common.samples import add_branch, is_sample_subset
+from .common.samples import add_branch, check_drawn, is_sample_subset
 
 
 def linear_ref(
@@ -653,6 +653,8 @@ def linear(
     Specification: linear_ref. Derivation: docs/linear.md.
     """
     spec = _decide(x, weight, bias, residual, layer_scale, row_scale, activation)
+    if row_scale is not None:
+        check_drawn("linear", row_scale, residual)
     route = spec.route
     if route is None:
         return linear_ref(x, weight, bias, activation, residual, layer_scale, row_scale)

@@ -56,6 +56,7 @@ from .common.gemm import (
 from .common.gemm_configs import hidden_config
 from .common.grad_handoff import layer_backward
 from .common.reduction import column_sum, zeroed
+from .common.samples import check_drawn
 from .gated_mlp.functions import GATED, gated_mlp, gated_mlp_ref
 from .linear import Output, decide_output, linear_fwd, linear_ref, linear_to_output
 
@@ -506,6 +507,8 @@ def mlp(
         )
     epilogue = (residual, layer_scale, row_scale)
     spec = _decide(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, *epilogue, activation, recompute)
+    if row_scale is not None:
+        check_drawn("mlp", row_scale, residual)
     route = spec.route
     if route is None:
         return mlp_ref(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation, *epilogue)

@@ -1,7 +1,8 @@
 """A debug switch for checks that read a tensor's values, such as indices: each waits for the GPU.
 
 Off, an op looks at shapes, dtypes and devices alone, and its kernels read no memory that is not
-theirs, whatever the values are. Also here: whether equal inputs must give equal bits.
+theirs, whatever the values are, but for samples that were drawn for another batch. Also here:
+whether equal inputs must give equal bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def values_are_checked() -> bool:
 
 @contextmanager
 def checked_values() -> Iterator[None]:
-    """Inside, an index that is out of range or listed twice raises ValueError."""
+    """Inside, an index that is out of range or listed twice raises ValueError, and so do samples
+    that `keep_samples` drew for another batch."""
     global checked
     former, checked = checked, True
     try:

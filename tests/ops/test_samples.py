@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastvit_kernels as fk
 from fastvit_kernels import keep_samples, layer_norm_and_input, linear, rms_norm_and_input
+from fastvit_kernels.runtime.values import checked_values
 
 __all__ = ["route"]  # a fixture
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -108,6 +109,23 @@ def test_dropped_samples_unchanged(route):
 def test_keep_samples_rejects(arguments, error):
     with pytest.raises(error, match=r"^keep_samples: (B|rate) must"):
         keep_samples(*arguments)
+
+
+@pytest.mark.parametrize("op", [layer_norm_and_input, rms_norm_and_input, linear, fk.mlp])
+def test_another_batchs_draw_is_refused_where_values_are_checked(op):
+    """Six numbers: two samples of four, or all of three."""
+    x, weight = rand(3, T, C), rand(*([C] if "norm" in op.__name__ else [C, C]), seed=1)
+
+    def call(samples):
+        if op.__name__ in ("linear", "mlp"):
+            weights = (weight,) if op is linear else (weight, None, weight, None)
+            return op(x, *weights, residual=x, row_scale=samples)
+        return op(x, weight, samples=samples)
+
+    with checked_values():
+        call(_samples(3, 0.0))
+        with pytest.raises(ValueError, match=f"{op.__name__}: .* gave for 3 samples, got"):
+            call(_samples(4, 0.5))
 
 
 def test_dropped_samples_are_not_read(route):

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from ...runtime.arguments import check_int, check_probability, empty
-from ...runtime.compat import needs_dispatcher
+from ...runtime.compat import FakeTensor, needs_dispatcher
 from ...runtime.dispatch import choose_route
 from ...runtime.operator import EAGER, REGISTERED, operator
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
+from ...runtime.values import values_are_checked
 
 DropPathMode = Literal["mask", "skip"]
 
@@ -85,6 +86,22 @@ def place_samples(order: Tensor, num_kept: int) -> Tensor:
 def is_sample_subset(row_scale: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a row_scale is what `keep_samples` gave."""
     return row_scale is not None and row_scale.dtype is torch.int64
+
+
+def check_drawn(op: str, samples: Tensor | None, whole: Tensor | None) -> None:
+    """Inside `checked_values`: raise unless keep_samples can have given these numbers for the
+    samples of `whole`. A row_scale of factors is left alone."""
+    if not values_are_checked() or whole is None or not is_sample_subset(samples):
+        return
+    if isinstance(samples, FakeTensor):
+        return
+    B, given = whole.shape[0], samples.tolist()
+    S = len(given) - B
+    place = given[S:]
+    if sorted(place) != list(range(B)) or given[:S] != [place.index(i) for i in range(S)]:
+        raise ValueError(
+            f"{op}: the kept samples must be what keep_samples gave for {B} samples, got {given}"
+        )
 
 
 def kept_shape(x: Tensor, samples: Tensor | None) -> Sequence[int]:

@@ -52,6 +52,7 @@ from ..common.epilogue import ScaledLinear
 from ..common.gemm_configs import gated_config
 from ..common.grad_handoff import layer_backward
 from ..common.reduction import column_sum, zeroed
+from ..common.samples import check_drawn
 from ..linear import Output, decide_output, linear_ref, linear_to_output
 from .kernels import MAX_NORM_F, Columns, gate_bwd, gate_fwd
 
@@ -677,6 +678,8 @@ def gated_mlp(
         row_scale,
     )
     spec = _decide(*inputs, activation, gate_last, norm_eps, recompute)
+    if row_scale is not None:
+        check_drawn("gated_mlp", row_scale, residual)
     if spec.route is None:
         return gated_mlp_ref(
             *inputs[:9], activation, gate_last, norm_eps, residual, layer_scale, row_scale

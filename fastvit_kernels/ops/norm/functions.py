@@ -54,7 +54,7 @@ from ...runtime.operator import Operator, Route, differentiable, operator
 from ..common import grad_handoff
 from ..common.grad_handoff import consumer_of, dtype_of_sums
 from ..common.rows import MAX_C
-from ..common.samples import kept_rows, kept_shape, shape_of_d
+from ..common.samples import check_drawn, kept_rows, kept_shape, shape_of_d
 from .kernels import launch_norm_bwd, launch_norm_fwd, num_sums, stats_shape
 
 
@@ -325,6 +325,8 @@ def layer_norm_and_input(
     x (B, ..., C), which alone are read.
     """
     spec = _decide(x, weight, bias, eps, out_dtype, "layer_norm_and_input", samples, None)
+    if samples is not None:
+        check_drawn("layer_norm_and_input", samples, x)
     if spec.route is None:
         some = x if samples is None else kept_rows(x, samples)
         return layer_norm_ref(some, weight, bias, eps, spec.out_dtype), x
@@ -385,6 +387,8 @@ def rms_norm_and_input(
     as for `layer_norm_and_input`.
     """
     spec = _decide(x, weight, None, eps, out_dtype, "rms_norm_and_input", samples, None)
+    if samples is not None:
+        check_drawn("rms_norm_and_input", samples, x)
     if spec.route is None:
         some = x if samples is None else kept_rows(x, samples)
         return rms_norm_ref(some, weight, eps, spec.out_dtype), x
