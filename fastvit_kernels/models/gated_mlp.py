@@ -13,7 +13,7 @@ from ..ops.common.samples import add_branch
 from ..ops.gated_mlp.functions import gated_mlp
 from ..runtime.plain import is_plain
 from .checks import Activation, Count, Flag, Number, Rate, checked
-from .modules import Mlp, rate_of
+from .modules import Mlp, is_idle
 
 
 class _GatedMlp(nn.Module):
@@ -43,9 +43,7 @@ class _GatedMlp(nn.Module):
     ) -> Tensor | None:
         """All in one op, or None where a layer has to be called."""
         layers = (first, self.fc2, first if gate is None else gate)
-        if not all(map(is_plain, layers)):
-            return None
-        if self.training and rate_of(self.drop) > 0:
+        if not all(map(is_plain, layers)) or not is_idle(self.drop):
             return None
         given: dict[str, Any] = {}
         if gate is not None:

@@ -119,6 +119,20 @@ def rate_of(dropout: Any) -> float:
     return 0.0 if type(dropout) is nn.Identity else dropout.p
 
 
+def is_idle(dropout: nn.Module) -> bool:
+    """Whether a dropout does nothing now, and no hook waits for it."""
+    if is_hooked(dropout) or type(dropout) not in (nn.Dropout, nn.Identity):
+        return False
+    return not dropout.training or rate_of(dropout) == 0
+
+
+def is_own(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether an epilogue can do what the module does: one of ours, or none, without a hook."""
+    if module is None:
+        return True
+    return type(module) in (kind, nn.Identity) and not is_hooked(module)
+
+
 def _cuts(proj: Any) -> bool:
     """Whether a projection cuts patches side by side, and has no hook."""
     usual = type(proj) is nn.Conv2d and proj.groups == 1 and proj.dilation == (1, 1)
@@ -262,7 +276,7 @@ class Attention(nn.Module):
             out = self._attend(x, rope).flatten(2)
         else:
             out = self._attend_packed(x, packing).flatten(1)
-        if is_plain(self.proj) and (not self.training or rate_of(self.proj_drop) == 0):
+        if is_plain(self.proj) and is_idle(self.proj_drop):
             return linear(
                 out,
                 self.proj.weight,
@@ -295,7 +309,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, residual=None, layer_scale=None, row_scale=None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        if is_plain(fc1) and is_plain(fc2) and (not self.training or rate_of(self.drop) == 0):
+        if is_plain(fc1) and is_plain(fc2) and is_idle(self.drop):
             return mlp(
                 x,
                 fc1.weight,
@@ -319,12 +333,15 @@ class LayerScale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((dim,), float(init_values)))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
 
 class DropPath(nn.Module):
     """Stochastic depth: drops a branch for whole samples; arXiv:1603.09382.
 
     mode="skip" drops as DINOv2 does, a fixed count of samples, for which the branch computes
-    nothing; "mask" drops each by chance.
+    nothing; "mask" drops each by chance, as does a call of the module.
     """
 
     @checked
@@ -348,3 +365,6 @@ class DropPath(nn.Module):
         keep = 1 - self.drop_prob
         scale = x.new_empty(x.shape[0]).bernoulli_(keep)
         return scale.div_(keep) if keep > 0 else scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return add_branch(x, row_scale=self.row_scale(x))

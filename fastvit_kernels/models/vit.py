@@ -18,7 +18,7 @@ from ..ops.recomputed_sum import recomputed_sum
 from .config import BlockConfig, ViTConfig, configured_by
 from .gated_mlp import MLP_LAYERS
 from .initial import WeightInit, fix_weights, init_weights
-from .modules import Attention, DropPath, LayerScale, PatchEmbed
+from .modules import Attention, DropPath, LayerScale, PatchEmbed, is_own
 from .norms import can_rebuild, norm_and_input, rebuilt_output
 from .packing import Crops
 from .patch_dropout import PatchDropout, check_patches, kept_samples, kept_tables, masked
@@ -90,6 +90,11 @@ class Block(nn.Module):
 
         memory="low": the backward rebuilds what norm gave, and the sum that norm2 read.
         """
+        if not is_own(scale, LayerScale) or not is_own(drop_path, DropPath):
+            if packing is not None:
+                raise ValueError("Block: packed images need its own LayerScale and DropPath")
+            y = branch(norm(x), **more)
+            return x + drop_path(y if scale is None else scale(y))
         gamma = None if scale is None or type(scale) is nn.Identity else scale.gamma
         drop_path = DropPath() if type(drop_path) is nn.Identity else drop_path
         if packing is not None and drop_path.skips():

@@ -199,6 +199,38 @@ def test_replaced_submodule(names):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+WATCHED = ("ls1", "ls2", "drop_path1", "drop_path2", "attn.proj_drop", "mlp.drop")
+
+
+@pytest.mark.parametrize("mlp_layer", ["Mlp", "GluMlp", "SwiGLU"])
+def test_hooks_of_what_has_no_weights(mlp_layer):
+    """They run, and what they give counts."""
+    block = Block(32, 2, mlp_layer=mlp_layer, act_layer="silu", init_values=0.5).to(DEVICE).eval()
+    x, seen = torch.randn(4, 5, 32, device=DEVICE), []
+    wanted = block(x)
+    for name in WATCHED:
+        module = block.get_submodule(name)
+        handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        torch.testing.assert_close(block(x), wanted, rtol=1e-5, atol=1e-5)
+        handle.remove()
+    assert set(seen) == {*WATCHED}
+    for name in WATCHED[2:4]:
+        block.get_submodule(name).register_forward_hook(lambda _, x, y: torch.zeros_like(y))
+    torch.testing.assert_close(block(x), x)
+
+
+def test_a_drop_path_of_another_library_and_a_dropout_that_stays_on():
+    block = Block(32, 2, init_values=0.5).to(DEVICE).eval()
+    block.drop_path2 = timm.layers.DropPath(0.5).train()
+    x, drawn = torch.randn(8, 5, 32, device=DEVICE), []
+    for _ in range(2):
+        drawn.append(block(x))
+    assert not torch.equal(*drawn)
+    block.drop_path2.eval()
+    block.mlp.drop = nn.Dropout(0.5).train()
+    assert not torch.equal(block(x), block(x))
+
+
 def test_drop_path_of_one():
     path = DropPath(1.0).train()
     assert path.row_scale(torch.ones(4, 3)).tolist() == [0.0] * 4  # pyright: ignore
