@@ -229,16 +229,10 @@ class RopeAttentionSpec(NamedTuple):
     needs_gradient: bool
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
-    num_heads: int
-    rotation: Rotation
-    scale: float
-    dropout_p: float
     weight_dtype: torch.dtype
-    bias_dtype: torch.dtype
-    param_dtype: torch.dtype  # of the norms
-    table_dtype: torch.dtype
     max_seqlen: int
-    apart: bool  # the backward reads q and k as they came
+    fwd_options: tuple[Any, ...]  # what `rope_attention_fwd` takes after its tensors
+    bwd_options: tuple[Any, ...]  # the same of `rope_attention_bwd`, but what is needed
 
 
 class RopeAttentionFunction(torch.autograd.Function):
@@ -265,20 +259,7 @@ class RopeAttentionFunction(torch.autograd.Function):
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
             bias = None if bias is None else bias.to(spec.dtype)
         qkv, turned, out, lse = rope_attention_fwd[spec.route](
-            x,
-            weight,
-            bias,
-            cos,
-            sin,
-            *norms,
-            seed,
-            cu_seqlens,
-            spec.max_seqlen,
-            spec.num_heads,
-            *spec.rotation,
-            spec.scale,
-            spec.dropout_p,
-            spec.apart,
+            x, weight, bias, cos, sin, *norms, seed, cu_seqlens, *spec.fwd_options
         )
         ctx.save_for_backward(x, weight, qkv, turned, out, lse, seed, cos, sin, *norms, cu_seqlens)
         ctx.spec = spec
@@ -291,19 +272,9 @@ class RopeAttentionFunction(torch.autograd.Function):
         x, weight, *saved = ctx.saved_tensors
         spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)
+        wanted = any(needs[5:9]), any(needs[3:5]), needs[2]
         dqkv, dparams, dtables, dbias = rope_attention_bwd[route](
-            dout,
-            *saved,
-            spec.max_seqlen,
-            *spec.rotation,
-            spec.scale,
-            spec.dropout_p,
-            spec.param_dtype,
-            spec.table_dtype,
-            spec.bias_dtype,
-            any(needs[5:9]),
-            any(needs[3:5]),
-            needs[2],
+            dout, *saved, *spec.bwd_options, *wanted
         )
         dx, dweight = qkv_projection_bwd[route](dqkv, x, weight, spec.weight_dtype, list(needs[:2]))
         return (
@@ -360,21 +331,18 @@ def _decide(
     dtype = compute_dtype(op, x=x, weight=weight, bias=bias)
     unsupported = cannot_turn or unsupported_scale(scale)
     learns = needs_gradient(cos, sin)
+    apart = learns or norm is not None  # the backward reads q and k as they came
+    bias_dtype = weight.dtype if bias is None else bias.dtype
+    softmax, longest = (scale, dropout_p), max_seqlen or 0
     return RopeAttentionSpec(
         route=choose_route(op, unsupported, x, weight, bias, cos, sin, *params, cu_seqlens),
         needs_gradient=learns or needs_gradient(x, weight, bias, *params),
         dtype=dtype,
         casts=any(t is not None and t.dtype != dtype for t in (x, weight, bias)),
-        num_heads=num_heads,
-        rotation=rotation,
-        scale=scale,
-        dropout_p=dropout_p,
         weight_dtype=weight.dtype,
-        bias_dtype=weight.dtype if bias is None else bias.dtype,
-        param_dtype=param_dtype,
-        table_dtype=table_dtype,
-        max_seqlen=max_seqlen or 0,
-        apart=learns or norm is not None,
+        max_seqlen=longest,
+        fwd_options=(longest, num_heads, *rotation, *softmax, apart),
+        bwd_options=(longest, *rotation, *softmax, param_dtype, table_dtype, bias_dtype),
     )
 
 
@@ -438,18 +406,5 @@ def rope_attention(
         x, weight = x.to(spec.dtype), weight.to(spec.dtype)
         bias = None if bias is None else bias.to(spec.dtype)
     return rope_attention_fwd[spec.route](
-        x,
-        weight,
-        bias,
-        cos,
-        sin,
-        *norms,
-        seed,
-        cu_seqlens,
-        spec.max_seqlen,
-        num_heads,
-        *spec.rotation,
-        spec.scale,
-        dropout_p,
-        spec.apart,
+        x, weight, bias, cos, sin, *norms, seed, cu_seqlens, *spec.fwd_options
     )[2]
