@@ -417,9 +417,8 @@ class GatedMlpSpec(NamedTuple):
 
     route: Route | None  # None: the specification runs
     needs_gradient: bool
-    activation: str
-    gate_last: bool
-    norm_eps: float
+    fwd_options: tuple[Any, ...]  # what `gated_hidden_fwd` takes after its tensors
+    bwd_options: tuple[Any, ...]  # the same of `gated_mlp_bwd`, but the gradients' dtypes
     dtype: torch.dtype  # to compute in
     casts: bool  # an operand has another dtype
     output: Output
@@ -457,17 +456,9 @@ class GatedMlpFunction(torch.autograd.Function):
             x, fc1_weight, fc2_weight, gate_weight = _cast(
                 spec.dtype, x, fc1_weight, fc2_weight, gate_weight
             )
+        gate, norm = (gate_weight, gate_bias), (norm_weight, norm_bias)
         hidden, z, value, stats = gated_hidden_fwd[spec.route](
-            x,
-            fc1_weight,
-            fc1_bias,
-            gate_weight,
-            gate_bias,
-            norm_weight,
-            norm_bias,
-            spec.activation,
-            spec.gate_last,
-            spec.norm_eps,
+            x, fc1_weight, fc1_bias, *gate, *norm, *spec.fwd_options
         )
         end = residual, layer_scale, row_scale
         y = linear_to_output(spec, hidden, fc2_weight, fc2_bias, *end)
@@ -487,7 +478,7 @@ class GatedMlpFunction(torch.autograd.Function):
             hidden if spec.saves_hidden else None,
             stats if saves_z and norm_weight is not None else None,
         )
-        ctx.spec, ctx.options = spec, (spec.activation, spec.gate_last, spec.dtype)
+        ctx.spec, ctx.options = spec, spec.bwd_options
         grad_handoff.publish(ctx, spec.output.reads, row_scale)
         return y
 
@@ -595,9 +586,8 @@ def _decide(
     return GatedMlpSpec(
         route=route,
         needs_gradient=needs_gradient(*inputs),
-        activation=activation,
-        gate_last=gate_last,
-        norm_eps=norm_eps,
+        fwd_options=(activation, gate_last, norm_eps),
+        bwd_options=(activation, gate_last, dtype),
         dtype=dtype,
         casts=casts,
         output=output,
@@ -691,15 +681,6 @@ def gated_mlp(
             spec.dtype, x, fc1_weight, fc2_weight, gate_weight
         )
     hidden, _, _, _ = gated_hidden_fwd[spec.route](
-        x,
-        fc1_weight,
-        fc1_bias,
-        gate_weight,
-        gate_bias,
-        norm_weight,
-        norm_bias,
-        activation,
-        gate_last,
-        norm_eps,
+        x, fc1_weight, fc1_bias, gate_weight, gate_bias, norm_weight, norm_bias, *spec.fwd_options
     )
     return linear_to_output(spec, hidden, fc2_weight, fc2_bias, residual, layer_scale, row_scale)
