@@ -454,16 +454,9 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, layer_scale, row_scale, spec):
         if spec.casts:  # the kernels read a bias of any dtype
             x, weight = x.to(spec.dtype), weight.to(spec.dtype)
+        end = residual, layer_scale, row_scale
         y, z = linear_fwd[spec.route](
-            x,
-            weight,
-            bias,
-            residual,
-            layer_scale,
-            row_scale,
-            spec.activation,
-            spec.output.dtype,
-            spec.saves_z,
+            x, weight, bias, *end, spec.activation, spec.output.dtype, spec.saves_z
         )
         ctx.save_for_backward(
             x if spec.saves_x else None,
