@@ -242,19 +242,9 @@ class RopeFunction(torch.autograd.Function):
         route, rotation = backward_route(spec.route, dq_out, dk_out), spec.rotation
         needs_dtables, needs_dparams = any(needs[2:4]), any(needs[4:8])
         if rotation.norm or needs_dtables:
+            of_sums = spec.param_dtype, needs_dparams, spec.table_dtype, needs_dtables
             dq, dk, dparams, dtables = rope_bwd[route](
-                dq_out,
-                dk_out,
-                q,
-                k,
-                cos,
-                sin,
-                *norms,
-                *rotation,
-                spec.param_dtype,
-                needs_dparams,
-                spec.table_dtype,
-                needs_dtables,
+                dq_out, dk_out, q, k, cos, sin, *norms, *rotation, *of_sums
             )
         else:
             dq, dk = rope_fwd[route](dq_out, dk_out, cos, sin, *(None,) * 4, *rotation, True)
@@ -368,9 +358,8 @@ def _decide(
     op = "rope"
     check_tensor(op, "q", q, ndim=4)
     B, T, H, D = q.shape
+    check_tensor(op, "k", k)
     check_shape(op, "k", k, (B, T, H, D), like=q)
-    if k is None:
-        check_tensor(op, "k", k)
     if k.dtype != q.dtype:
         raise TypeError(f"{op}: k must have the dtype of q, {q.dtype}, got {k.dtype}")
     if D % 2:
