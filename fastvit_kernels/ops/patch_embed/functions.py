@@ -610,9 +610,8 @@ def check_call(
     prefix_tokens: Tensor | None,
     pos_embed: Tensor | None,
     keep: Tensor | None,
-) -> str | None:
-    """Raise on bad arguments; return what the kernels cannot do, if anything."""
-    check_dense(OP, "images", images)
+) -> None:
+    """Raise on bad arguments."""
     check_tensor(OP, "images", images)
     check_dense(OP, "weight", weight)
     check_tensor(OP, "weight", weight, ndim=5 if weight.ndim == 5 else 4)
@@ -636,7 +635,7 @@ def check_call(
             f"got {tuple(size)}"
         )
     check_shape(OP, "bias", bias, (C,), like=images)
-    num_patches = math.prod([n // p for n, p in zip(size, patch, strict=True)])
+    num_patches = math.prod(grid_of(images.shape, patch))
     num_prefix = 0
     if prefix_tokens is not None:
         _check_tokens("prefix_tokens", prefix_tokens, C, images)
@@ -651,9 +650,6 @@ def check_call(
             )
     if keep is not None:
         _check_keep(keep, images, num_patches)
-    tensors = (images, weight, bias, prefix_tokens, pos_embed)
-    dtypes = [x.dtype for x in tensors if x is not None and x.dtype not in DTYPE_NAMES]
-    return f"there is no kernel for {dtypes[0]}" if dtypes else None
 
 
 def _check_tokens(name: str, x: Tensor, C: int, images: Tensor) -> None:
@@ -703,14 +699,14 @@ def _decide(
     keep: Tensor | None,
 ) -> PatchEmbedSpec:
     """Check the arguments; what runs, and in which dtypes."""
-    unsupported = check_call(images, weight, bias, prefix_tokens, pos_embed, keep)
+    check_call(images, weight, bias, prefix_tokens, pos_embed, keep)
     inputs = (weight, images, bias, prefix_tokens, pos_embed)
     dtype = compute_dtype("patch_embed", images=images, weight=weight, bias=bias)
     out_dtype = dtype
     for tokens in (prefix_tokens, pos_embed):
         out_dtype = out_dtype if tokens is None else torch.promote_types(out_dtype, tokens.dtype)
     return PatchEmbedSpec(
-        route=choose_route("patch_embed", unsupported, *inputs, keep),
+        route=choose_route("patch_embed", None, *inputs, keep),
         needs_gradient=needs_gradient(*inputs),
         dtype=dtype,
         out_dtype=out_dtype,
