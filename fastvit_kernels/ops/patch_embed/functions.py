@@ -544,7 +544,7 @@ class PatchEmbedFunction(torch.autograd.Function):
     def forward(ctx, images, weight, bias, prefix_tokens, pos_embed, keep, spec):
         needs = ctx.needs_input_grad
         saved = images if needs[1] else None, weight if needs[0] else None
-        ctx.save_for_backward(*saved, *(() if keep is None else (keep,)))
+        ctx.save_for_backward(*saved, keep)
         ctx.shapes = (
             images.shape,
             weight.shape[2:],
@@ -552,22 +552,16 @@ class PatchEmbedFunction(torch.autograd.Function):
             None if pos_embed is None else pos_embed.shape,
         )
         ctx.spec = spec
+        weight = as_dtype(weight, spec.dtype)
         return patch_embed_fwd[spec.route](
-            images,
-            as_dtype(weight, spec.dtype),
-            bias,
-            prefix_tokens,
-            pos_embed,
-            keep,
-            spec.out_dtype,
+            images, weight, bias, prefix_tokens, pos_embed, keep, spec.out_dtype
         )
 
     @staticmethod
     def backward(ctx, dout):
         if grad_enabled():
             return first_order("patch_embed", PatchEmbedFunction.backward, ctx, dout)
-        images, weight, *keep = ctx.saved_tensors
-        keep = keep[0] if keep else None
+        images, weight, keep = ctx.saved_tensors
         spec, needs = ctx.spec, ctx.needs_input_grad
         route = backward_route(spec.route, dout)
         images_shape, patch, prefix_shape, pos_shape = ctx.shapes
@@ -578,12 +572,7 @@ class PatchEmbedFunction(torch.autograd.Function):
             )
         if needs[1]:
             dweight = patch_embed_bwd_weight[route](
-                dout,
-                images,
-                patch,
-                keep,
-                spec.dtype,
-                spec.weight_dtype,
+                dout, images, patch, keep, spec.dtype, spec.weight_dtype
             )
         if needs[2] or needs[3] or needs[4]:
             dtypes = [t if need else None for t, need in zip(spec.dtypes, needs[2:5], strict=True)]
@@ -763,12 +752,7 @@ def patch_embed(
         return patch_embed_ref(*inputs)
     if spec.needs_gradient:
         return apply_patch_embed[spec.route](*inputs, spec)
+    weight = as_dtype(weight, spec.dtype)
     return patch_embed_fwd[spec.route](
-        images,
-        as_dtype(weight, spec.dtype),
-        bias,
-        prefix_tokens,
-        pos_embed,
-        keep,
-        spec.out_dtype,
+        images, weight, bias, prefix_tokens, pos_embed, keep, spec.out_dtype
     )
