@@ -22,8 +22,8 @@ from ...runtime.configs import ConfigTable, launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
 from ..common.gemm import TMA_FAMILIES
 from ..common.reduction import column_sum
-from .configs import ITEMSIZE
-from .launch import Problem, Softmax, kept_by, mask_kind, mask_layout, mask_strides, padded_rows
+from .configs import ITEMSIZE, row_for
+from .launch import Problem, Softmax, fitting_block, kept_by, mask_kind, mask_strides, padded_rows
 from .samples import Sample, head_rows, lse_ptr_of, row_ptr
 from .tiles import (
     LOG2_E,
@@ -40,7 +40,7 @@ from .tiles import (
     product_over_d,
     scores_of,
 )
-from .tiling import MIN_TILE, split_head_dim
+from .tiling import split_head_dim
 
 PROGRAMS_PER_SM = 4  # tiles are dealt until there are as many
 MIN_SHARED = 4  # heads of a program, whose reads outweigh the partials that it leaves
@@ -176,8 +176,7 @@ def _default(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -
         return BIAS[4, 256]  # the larger tile spills 4 KB with triton 3.9
     if (gpu.family, itemsize) == (8, 4) and D <= 32 and mask.endswith("dropout"):
         return BIAS[4, 256]  # the larger tile spills 8 bytes
-    rows = [c for (bytes_, most), c in BIAS.items() if bytes_ == itemsize and most >= D]
-    return rows[0]
+    return row_for(BIAS, itemsize, D)
 
 
 def _is_crowded(gpu: Gpu, D: int, mask: str) -> bool:
@@ -218,18 +217,15 @@ def bias_launch(gpu: Gpu, batch: int, heads: int, *fields: Any) -> BiasLaunch:
     problem = Problem(gpu, *fields)
     config: BiasConfig = BIAS_TABLE.choose(gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
-    blocks = [
-        min(block, max(MIN_TILE, triton.next_power_of_2(T)))
-        for block, T in ((config.block_q, T_q), (config.block_kv, T_kv))
-    ]
-    tiles = batch * heads * triton.cdiv(T_q, blocks[0]) * triton.cdiv(T_kv, blocks[1])
+    block_q, block_kv = fitting_block(T_q, config.block_q), fitting_block(T_kv, config.block_kv)
+    tiles = batch * heads * triton.cdiv(T_q, block_q) * triton.cdiv(T_kv, block_kv)
     shared = (B // batch) * (H // heads)
     wanted = min(shared, max(1, PROGRAMS_PER_SM * gpu.num_sms // tiles))
     each = min(shared, max(MIN_SHARED, triton.cdiv(shared, wanted)))
     parts = triton.cdiv(shared, each)
     options = dict(
         FORM=problem.form(*split_head_dim(D)),
-        TILES=Tiles(blocks[0], T_q % blocks[0] != 0, blocks[1], T_kv % blocks[1] != 0),
+        TILES=Tiles(block_q, T_q % block_q != 0, block_kv, T_kv % block_kv != 0),
         num_warps=config.num_warps,
         num_stages=problem.stages(config.num_stages),
     )
@@ -259,7 +255,7 @@ def launch_bias_grad(
         launch_bias_grad(each, dout, qkv, lse, delta, bias.expand(whole), softmax)
         dbias.copy_(each.sum(2, keepdim=True))
         return
-    layout = mask_layout(bias)
+    layout = bias.dtype, bias.shape, bias.stride()
     grid, parts, sizes, options = bias_launch(
         gpu(q.device),
         *bias.shape[:2],

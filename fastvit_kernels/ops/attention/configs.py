@@ -87,13 +87,14 @@ class BwdForm(NamedTuple):
     route: str = "triton"  # or "library", "gluon"
 
 
-# Architecture -> the T from which 16-bit attention without mask and dropout is the library's, and
-# why; but the forward at D = 64 on sm_90 is ours. On an H100 at T = 2305 and 4097 ours takes 0.9 to
-# 0.97 of the library's time, our backward 1.01 and 1.11. "modelled": beside published times.
-# Family 10, where ours is plain Triton and does not copy ahead (`is_unpipelined`): on B200 FA4 is
-# published at 2.1 to 2.7 times a plain Triton kernel's speed, and cuDNN above it (sglang #33655).
-LIBRARY_FROM = {"sm_80": (2048, "modelled"), "sm_90": (2048, "measured, H100, D = 64")}
-LIBRARY_FROM_BLACKWELL = (257, "published, B200, not measured")
+# Architecture -> the T from which 16-bit attention without mask and dropout is the library's; but
+# the forward at D = 64 on sm_90 is ours. On an H100 at D = 64 and T = 2305 and 4097 ours takes 0.9
+# to 0.97 of the library's time, our backward 1.01 and 1.11. On sm_80: modelled, beside published
+# times. Family 10, where ours is plain Triton and does not copy ahead (`is_unpipelined`): on B200
+# FA4 is published at 2.1 to 2.7 times a plain Triton kernel's speed, and cuDNN above it (sglang
+# #33655); not measured.
+LIBRARY_FROM = {"sm_80": 2048, "sm_90": 2048}
+LIBRARY_FROM_BLACKWELL = 257
 LIBRARY_FWD = FwdConfig(0, 0, 0, 1, 4, 1, "library")
 LIBRARY_BWD = BwdForm(one_pass=False, route="library")
 LIBRARY_MAX_D = 128
@@ -270,7 +271,7 @@ def _with_prefetching(*configs: Any) -> list[Any]:
     return list(dict.fromkeys([*configs, *more]))
 
 
-def _row(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
+def row_for(table: dict[tuple[int, int], Any], itemsize: int, size: int) -> Any:
     """The first row for elements of this size that is large enough, else the largest."""
     rows = [(largest, config) for (bytes_, largest), config in table.items() if bytes_ == itemsize]
     return next((config for largest, config in rows if size <= largest), rows[-1][1])
@@ -356,7 +357,7 @@ FWD_RULES = [
 def own_fwd(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> FwdConfig:
     if ITEMSIZE[dtype] == 4:
         return _fwd_fp32(D, mask)
-    return _first(FWD_RULES, gpu, D, tokens, mask, heads) or _row(FWD, 2, D)
+    return _first(FWD_RULES, gpu, D, tokens, mask, heads) or row_for(FWD, 2, D)
 
 
 def _fwd_fp32(D: int, mask: str) -> FwdConfig:
@@ -365,7 +366,7 @@ def _fwd_fp32(D: int, mask: str) -> FwdConfig:
     if VERSION >= (3, 9):
         wide = 64 < D <= 96 and mask != "keys+dropout"
         two_stages = two_stages or wide or (mask == "none" and D <= 32)
-    return FWD_FP32 if two_stages else _row(FWD, 4, D)
+    return FWD_FP32 if two_stages else row_for(FWD, 4, D)
 
 
 DQ_RULES = [
@@ -401,7 +402,7 @@ DQ_RULES = [
 def _default_dq(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> SplitConfig:
     if ITEMSIZE[dtype] == 4:
         return _dq_fp32(gpu, D, mask)
-    return _first(DQ_RULES, gpu, D, tokens, mask, heads) or _row(DQ, 2, D)
+    return _first(DQ_RULES, gpu, D, tokens, mask, heads) or row_for(DQ, 2, D)
 
 
 def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
@@ -414,7 +415,7 @@ def _dq_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
     crowded = widest < D and (mask.endswith("dropout") or VERSION >= (3, 9))
     if crowded and not _is_ampere(gpu):
         return DQ[4, 256]  # 216 to 264; with triton 3.9 24 without dropout
-    return _row(DQ, 4, D)
+    return row_for(DQ, 4, D)
 
 
 DKDV_RULES = [
@@ -456,7 +457,7 @@ def _default_dkdv(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
         return found
     if gpu.is_amd and 64 < D <= 128:
         return DKDV[2, 128]  # the larger tile spills 96 bytes
-    return _row(DKDV, 2, D)
+    return row_for(DKDV, 2, D)
 
 
 def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
@@ -468,7 +469,7 @@ def _dkdv_fp32(gpu: Gpu, D: int, mask: str) -> SplitConfig:
         return DQ[4, 64]  # by one stage 8; with triton 3.9 by two
     if mask == "keys+dropout" and (D <= 32 or 64 < D <= 96):
         return DKDV[4, 128]  # 8 to 16
-    return _row(DKDV, 4, D)
+    return row_for(DKDV, 4, D)
 
 
 def _has_tensor(mask: str, *others: str) -> bool:
@@ -507,20 +508,20 @@ def _library_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: s
     return mask in ("none", "causal") and (on_cuda or gpu.arch == "cpu")
 
 
-def library_from(gpu: Gpu) -> tuple[float, str]:
-    """The T from which the library's kernels are the default, and why."""
+def library_from(gpu: Gpu) -> float:
+    """The T from which the library's kernels are the default."""
     if gpu.family == 10:
-        return (0, "no fence, triton #10537") if UNFENCED else LIBRARY_FROM_BLACKWELL
-    return LIBRARY_FROM.get(gpu.arch, (math.inf, ""))
+        return 0 if UNFENCED else LIBRARY_FROM_BLACKWELL  # triton #10537
+    return LIBRARY_FROM.get(gpu.arch, math.inf)
 
 
 def _first_of(library: Any, pingpong: Any, own: Callable[..., Any], fits: Any) -> Any:
     """The library's config where LIBRARY_FROM says so, Gluon's where it fits, else the plain."""
 
     def default(gpu: Gpu, dtype: str, D: int, tokens: int, *others: str) -> Any:
-        first, _ = library_from(gpu)
         is_ours = (library, gpu.family, D, others[0]) == (LIBRARY_FWD, 9, 64, "none")
-        if tokens >= first and not is_ours and _library_fits(gpu, dtype, D, tokens, *others):
+        is_long = tokens >= library_from(gpu)
+        if is_long and not is_ours and _library_fits(gpu, dtype, D, tokens, *others):
             return library
         in_turns = fits(gpu, pingpong, dtype, D, tokens, *others)
         return pingpong if in_turns else own(gpu, dtype, D, tokens, *others)

@@ -131,7 +131,7 @@ def _launch(kernel: Any, programs: int, *sizes: int, **options: Any) -> Launch:
     return Launch(kernel, programs, sizes, options)
 
 
-def _block(T: int, block: int) -> int:
+def fitting_block(T: int, block: int) -> int:
     """No larger a tile than T tokens need."""
     return min(block, max(MIN_TILE, triton.next_power_of_2(T)))
 
@@ -144,7 +144,7 @@ def fwd_launch(gpu: Gpu, *fields: Any) -> Launch:
     if config.route != "triton":
         config = own_fwd(problem.gpu, *problem.key())
     (B, T_q, H, D), T_kv = problem.shape, problem.T_kv
-    block_q, block_kv = _block(T_q, config.block_q), _block(T_kv, config.block_kv)
+    block_q, block_kv = fitting_block(T_q, config.block_q), fitting_block(T_kv, config.block_kv)
     if T_q < T_kv and problem.gpu.family == 9:  # wgmma has 64 rows, and reads keys from memory
         block_q = min(config.block_q, max(block_q, 64))
     # a smaller tile has rows for fewer warps
@@ -182,7 +182,7 @@ def _split_launch(
 ) -> Launch:
     """The launch of dq, which owns queries ("Q") and loops over keys, or of dk and dv ("KV")."""
     (B, T_q, H, D), loop = problem.shape, "KV" if own == "Q" else "Q"
-    block = _block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
+    block = fitting_block(T_loop, config.loop)  # at least one full tile: the kernels rely on it
     ragged = problem.is_ragged(T_own, config.own)
     tail = problem.tail(T_loop, block, config.tail, loop)
     return _launch(
@@ -267,10 +267,6 @@ def kept_by(dropout_p: float) -> Keep:
 
 
 MaskLayout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
-
-
-def mask_layout(mask: Tensor | None) -> MaskLayout | None:
-    return None if mask is None else (mask.dtype, mask.shape, mask.stride())
 
 
 def mask_strides(mask: MaskLayout | None) -> MaskStrides:
