@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Comparison:
     model: str
     machine: Mapping[str, str]
     mode: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row]
     interrupted: bool = False
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Comparison:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
             return [path]
-        figure, picture = Figure((8, 1.6 + 0.5 * len(rows)), layout="constrained"), None
+        figure = Figure((8, 1.6 + 0.5 * len(rows)), layout="constrained")
         picture = path.with_suffix(".png")
         self.draw(figure.subplots())
         write_atomically(picture, lambda file: figure.savefig(file, format="png", dpi=150))
