@@ -119,7 +119,7 @@ def chosen_device(arguments: argparse.Namespace) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-def kernels_reason(device: torch.device, dtype: str | None = None) -> str | None:
+def kernels_reason(device: torch.device, dtype: str | None) -> str | None:
     """Why the kernels cannot run on this device, in this dtype, None where they can."""
     with backend("auto"):
         return reason_for_torch(torch.empty(1, dtype=DTYPES[dtype or "fp32"], device=device))

@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 _HOLDS = ("exportable", "no_jit")  # of every model of ours
 
 
-def refuse(op: str, arguments: dict[str, Any], known: Iterable[str] = ()) -> None:
+def refuse(op: str, arguments: dict[str, Any], known: Iterable[str]) -> None:
     """Raise TypeError for what asks for something that our models do not have; `known` is what they
     take."""
     for name, value in arguments.items():

@@ -47,8 +47,8 @@ class Softmax(NamedTuple):
     """What makes probabilities of the products of queries and keys."""
 
     scale: float
-    dropout_p: float = 0.0
-    seed: Tensor | None = None  # with dropout
+    dropout_p: float
+    seed: Tensor | None  # with dropout
     mask: Tensor | None = None  # (batch, H, T_q, T_kv), or 1 of any; sample b has mask b % batch
     is_causal: bool = False
     packing: Packing | None = None  # with it B is 1, and there is no mask

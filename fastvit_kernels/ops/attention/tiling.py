@@ -27,7 +27,7 @@ def split_head_dim(D: int) -> tuple[int, int]:
     return (half, rest) if half + rest < padded else (padded, 0)
 
 
-def tail_tile(T: int, block: int, smallest: int = MIN_TILE) -> int:
+def tail_tile(T: int, block: int, smallest: int) -> int:
     """Size of the tile for the T % block tokens that full tiles leave over; 0 for none."""
     left = T % block
     return min(block, max(smallest, triton.next_power_of_2(left))) if left else 0

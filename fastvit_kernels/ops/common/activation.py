@@ -34,11 +34,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_activation(op: str, name: str | None, argument: str = "activation") -> None:
+def check_activation(op: str, name: str | None) -> None:
     """Raise unless name is None or one of ACTIVATIONS: TypeError where it is no string."""
     if name is not None and (not isinstance(name, str) or name not in ACTIVATIONS):
         error = ValueError if isinstance(name, str) else TypeError
-        raise error(f"{op}: {argument} must be None or one of {sorted(ACTIVATIONS)}, got {name!r}")
+        raise error(f"{op}: activation must be None or one of {sorted(ACTIVATIONS)}, got {name!r}")
 
 
 @triton.jit

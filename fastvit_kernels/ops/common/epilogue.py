@@ -297,11 +297,11 @@ def apply_epilogue(
     y: Tensor,
     z: Tensor,
     activation: str,
-    layer_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+    layer_scale: Tensor | None,
+    row_scale: Tensor | None,
+    residual: Tensor | None,
+    bias: Tensor | None,
+) -> None:
     """Write residual + row_scale * layer_scale * act(z + bias) into y; y, z (..., N) contiguous.
 
     Where row_scale keeps some samples, z has their rows, and those of others are copied.
@@ -312,7 +312,6 @@ def apply_epilogue(
     pointers, rows, follows = epilogue_arguments(M, *given)
     _fwd_launch(M, N, follows)(y, z, contiguous(bias), *pointers, M, N, *rows)
     copy_dropped(y, pointers, rows, follows)
-    return y
 
 
 def copy_dropped(

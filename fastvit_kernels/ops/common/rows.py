@@ -65,11 +65,7 @@ def block_width(C: int) -> int:
 
 
 def bwd_programs(
-    gpu: Gpu,
-    config: NormConfig,
-    num_rows: int,
-    hands_over: bool = False,
-    has_row_scale: bool = False,
+    gpu: Gpu, config: NormConfig, num_rows: int, hands_over: bool, has_row_scale: bool
 ) -> int:
     """As many as the SMs hold at once, by registers: none waits for another to end.
 
@@ -83,7 +79,7 @@ def bwd_programs(
     return min(triton.cdiv(num_rows, config.block_rows), programs_per_sm * gpu.num_sms)
 
 
-def bwd_stages(config: NormConfig, block_c: int, some: bool = False) -> int:
+def bwd_stages(config: NormConfig, block_c: int, some: bool) -> int:
     """Of the loads in the backward's loop: small row blocks come two steps ahead. Not where some
     samples are kept: addresses that are loaded themselves take 125 registers then, and spill."""
     staged = config.block_rows * block_c <= MAX_STAGED and not some

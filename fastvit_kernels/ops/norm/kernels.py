@@ -407,7 +407,7 @@ def _bwd_plan(
     )
 
 
-def num_sums(center: bool, needs_dparams: bool, needs_g: bool = False) -> int:
+def num_sums(center: bool, needs_dparams: bool, needs_g: bool) -> int:
     """Rows of the sums: dweight, dbias (LayerNorm's), sum_rows d."""
     return (1 + center) * needs_dparams + needs_g
 
