@@ -22,6 +22,7 @@ from . import backend as backends, compat
 from .backend import GPUS, dtype_reason, own_backend, use_triton
 from .configs import on_change
 from .operator import EAGER, REGISTERED, Route
+from .plain import OWN_FUNCTIONS
 
 # (*args) -> the call's spec, a NamedTuple with a field `route`
 Decide = TypeVar("Decide", bound=Callable[..., Any])
@@ -31,7 +32,6 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _SCALARS = frozenset({bool, int, float, str, torch.dtype})
 _OF_COMPILERS = (compat.FakeTensor, compat.FunctionalTensor)
 _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)  # no dispatch of its own
-_NO_FUNCTION = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 grad_enabled = torch.is_grad_enabled
 
 
@@ -165,7 +165,7 @@ def _own_dispatch(x: Tensor | None) -> str | None:
     if x is None or type(x) in _PLAIN or isinstance(x, _OF_COMPILERS):
         return None
     cls: Any = type(x)
-    if cls.__torch_dispatch__ is _NO_DISPATCH and cls.__torch_function__ in _NO_FUNCTION:
+    if cls.__torch_dispatch__ is _NO_DISPATCH and cls.__torch_function__ in OWN_FUNCTIONS:
         return None
     return f"{cls.__name__} has a dispatch of its own"
 

@@ -24,7 +24,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 # What a dense parameter has; another one means that a subclass wants to see what is done with it.
-_OWN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
+OWN_FUNCTIONS = (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 _LINEAR = nn.Linear.forward
 
 
@@ -32,14 +32,10 @@ def is_raw(tensor: Tensor) -> bool:
     """Whether an op may read the tensor's memory: dense, and of no subclass with rules of its own
     (a DTensor, a quantised weight, a weight with its own `__torch_function__`)."""
     kind = type(tensor)
-    if kind is Tensor or kind is nn.Parameter:
-        return tensor.layout is torch.strided and not tensor.is_nested
-    return (
-        kind.__torch_function__ in _OWN_FUNCTIONS
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_wrapper(tensor)
-    )
+    is_own = kind is Tensor or kind is nn.Parameter
+    if not is_own and (kind.__torch_function__ not in OWN_FUNCTIONS or is_wrapper(tensor)):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
