@@ -25,8 +25,8 @@ from bench import report
 from bench.rows import RESULTS, TRYING, bad_rows, environment, read_results, read_rows
 from bench.run import CUT_SHORT
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import CommandError, term_interrupts
-from tests.check.isolated import python
+from fastvit_kernels.commands.console import CommandError
+from tests.check.isolated import python, term_interrupts
 from tests.check.results_cache import ResultsCache
 
 LOG, CHECKED = "log.txt", "check.jsonl"

@@ -25,10 +25,10 @@ from bench.measure import Bench, measure_roof, planned_roofs, roofs_of
 from bench.plan import Task, Wanted, tasks
 from bench.rows import Results, bad_rows, read_results
 from fastvit_kernels.commands import options
-from fastvit_kernels.commands.console import term_interrupts
 from fastvit_kernels.measure.timer import CudaTimer, DeviceLost, Timer
 from fastvit_kernels.runtime.backend import gpu
 from fastvit_kernels.runtime.tuned_table import table_path
+from tests.check.isolated import term_interrupts
 
 CUT_SHORT = 3  # exit status of a command that its time has cut short
 HUNG_S, HUNG_COMPILING_S = 60.0, 400.0  # a provider hangs after so many seconds by itself

@@ -1,12 +1,10 @@
-"""What the commands share: a user's mistake in one line, packages that are optional, interrupts."""
+"""What the commands share: a user's mistake in one line, packages that are optional."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import math
-import signal
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -75,17 +73,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def term_interrupts() -> Iterator[None]:
-    """Inside, SIGTERM raises KeyboardInterrupt: what runs is ended, what is at work is written."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

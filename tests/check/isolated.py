@@ -16,16 +16,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from fastvit_kernels.accuracy.runner import first_line
-from fastvit_kernels.commands.console import term_interrupts
 
 POLL_S = 0.05
 REAPED_S = 10.0  # how long a killed process may take to end: one that hangs in a driver never does
@@ -90,6 +90,20 @@ class _Running:
         with file:
             file.seek(0)
             return file.read().decode(errors="replace")
+
+
+@contextmanager
+def term_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises KeyboardInterrupt: what runs is ended, what is at work is written."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def run_isolated(
