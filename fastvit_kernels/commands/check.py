@@ -29,10 +29,7 @@ from ..measure.compare import machine_on
 from ..runtime.backend import INTERPRETED
 from ..runtime.dtypes import DTYPES
 from . import options
-from .console import (
-    CommandError,
-    finite,
-)
+from .console import CommandError, finite
 
 COLUMNS = ("max error", "PyTorch's", "limit", "RMS error", "PyTorch's", "limit")
 LINE = "{:50}  {:5}" + 6 * "  {:>9}" + "  {}"

@@ -22,7 +22,6 @@ from .console import CommandError, Parser
 INTERPRET = "TRITON_INTERPRET"
 DESCRIPTION = "Fused Triton kernels for Vision Transformers: train, check, compare, tune."
 
-
 COMMANDS = {
     "train": "train a ViT on real images with the kernels",
     "check": "compare every kernel with float64 on this machine",

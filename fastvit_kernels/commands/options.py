@@ -24,7 +24,6 @@ MOST = 2**31 - 1  # what torch takes for a size, and a timer for seconds
 MOST_PROCESSES = 1024
 MOST_PIXELS = 2**14  # of a side
 
-
 Number = Callable[[str], Any]
 
 
