@@ -38,8 +38,7 @@ class Operator(NamedTuple):
 
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # operator name -> what it runs; aot.py traces them
 
-# Two builds of the Hub's kernels library may live in one process: each has a name of its own.
-NAMESPACE = __name__.partition(".")[0]
+NAMESPACE = "fastvit_kernels"
 
 
 def operator(
