@@ -332,8 +332,7 @@ def layer_norm_and_input(
         return layer_norm_ref(some, weight, bias, eps, spec.out_dtype), x
     if spec.needs_gradient:
         return apply_norm_and_input[spec.route](x, weight, bias, samples, spec)
-    fwd = layer_norm_fwd[spec.route]
-    return fwd(x, weight, bias, eps, spec.out_dtype, False, samples, None)[0], x
+    return spec.fwd[spec.route](x, weight, bias, eps, spec.out_dtype, False, samples)[0], x
 
 
 def layer_norm(
@@ -368,8 +367,7 @@ def layer_norm(
         return layer_norm_ref(x, weight, bias, eps, spec.out_dtype, residual)
     if spec.needs_gradient:
         return apply_norm[spec.route](x, weight, bias, residual, None, spec)
-    fwd = layer_norm_fwd[spec.route]
-    return fwd(x, weight, bias, eps, spec.out_dtype, False, None, residual)[0]
+    return spec.fwd[spec.route](x, weight, bias, eps, spec.out_dtype, False, None, residual)[0]
 
 
 def rms_norm_and_input(
@@ -394,8 +392,7 @@ def rms_norm_and_input(
         return rms_norm_ref(some, weight, eps, spec.out_dtype), x
     if spec.needs_gradient:
         return apply_norm_and_input[spec.route](x, weight, None, samples, spec)
-    fwd = rms_norm_fwd[spec.route]
-    return fwd(x, weight, None, eps, spec.out_dtype, False, samples, None)[0], x
+    return spec.fwd[spec.route](x, weight, None, eps, spec.out_dtype, False, samples)[0], x
 
 
 def rms_norm(
@@ -430,5 +427,4 @@ def rms_norm(
         return rms_norm_ref(x, weight, eps, spec.out_dtype, residual)
     if spec.needs_gradient:
         return apply_norm[spec.route](x, weight, None, residual, None, spec)
-    fwd = rms_norm_fwd[spec.route]
-    return fwd(x, weight, None, eps, spec.out_dtype, False, None, residual)[0]
+    return spec.fwd[spec.route](x, weight, None, eps, spec.out_dtype, False, None, residual)[0]
