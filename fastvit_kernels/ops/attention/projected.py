@@ -16,13 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.arguments import (
-    check_int,
-    check_shape,
-    check_tensor,
-    compute_dtype,
-    needs_gradient,
-)
+from ...runtime.arguments import check_int, check_shape, check_tensor, compute_dtype, needs_gradient
 from ...runtime.compat import torch_sdpa
 from ...runtime.dispatch import (
     backward_route,

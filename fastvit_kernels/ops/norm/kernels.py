@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.arguments import (
-    Layout,
-    contiguous,
-    empty_strided,
-    layout,
-    row_stride,
-)
+from ...runtime.arguments import Layout, contiguous, empty_strided, layout, row_stride
 from ...runtime.backend import Gpu, gpu
 from ...runtime.configs import launch_plan
 from ...runtime.triton import ANY_BATCH, bind_launch, tl, triton
