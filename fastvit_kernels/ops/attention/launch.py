@@ -205,8 +205,8 @@ class BwdLaunch(NamedTuple):
     Neither where the library computes them.
     """
 
-    one_pass: Launch | None
-    split: tuple[Launch, ...]
+    one_pass: Launch | None = None
+    split: tuple[Launch, ...] = ()
 
 
 @launch_plan
@@ -219,21 +219,15 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
     if not T_q <= 64 < T_kv:  # in one pass eight warps would repeat the scores of few queries
         form = configs.BWD_TABLE.choose(problem.gpu, *key)
         if problem.is_sdpa(form) and not own:
-            return BwdLaunch(None, ())
+            return BwdLaunch()
         form = own_bwd(problem.gpu, *key) if form.route != "triton" else form
     if not form.one_pass:
         dq, dkdv = (t.choose(problem.gpu, *key) for t in (configs.DQ_TABLE, configs.DKDV_TABLE))
+        split = [_split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv)]
         kernel = _attention_bwd_dkdv_kernel
-        return BwdLaunch(
-            None,
-            (
-                _split_launch(_attention_bwd_dq_kernel, problem, dq, "Q", T_q, T_kv),
-                *(
-                    _split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads)
-                    for grads in (("dk", "dv") if dkdv.apart else ("dk+dv",))
-                ),
-            ),
-        )
+        for grads in ("dk", "dv") if dkdv.apart else ("dk+dv",):
+            split.append(_split_launch(kernel, problem, dkdv, "KV", T_kv, T_q, GRADS=grads))
+        return BwdLaunch(split=tuple(split))
     config: OnePassConfig = configs.ONE_PASS_TABLE.choose(problem.gpu, *key)
     parts = query_parts(T_q, config.close)
     if VERSION >= (3, 9) and problem.dbias and config.block_kv > 32 and T_q > 192 and T_q % 16 == 0:
@@ -259,7 +253,7 @@ def bwd_launch(gpu: Gpu, *fields: Any, own: bool = False) -> BwdLaunch:
         num_warps=config.num_warps,
         num_stages=problem.stages(config.num_stages),
     )
-    return BwdLaunch(one_pass, ())
+    return BwdLaunch(one_pass)
 
 
 def kept_by(dropout_p: float) -> Keep:
@@ -333,8 +327,8 @@ class Layouts(NamedTuple):
 class FwdCall(NamedTuple):
     """The forward of tensors in some layouts."""
 
-    launch: Callable[..., None] | None  # None: the library's
-    sizes: tuple[int, ...]  # before those of packed sequences
+    launch: Callable[..., None] | None = None  # None: the library's
+    sizes: tuple[int, ...] = ()  # before those of packed sequences
     of_qkv: bool = False  # called with out, lse and packed qkv alone
 
 
@@ -345,12 +339,12 @@ def fwd_call(gpu: Gpu, *fields: Any, own: bool = False, of_qkv: bool = False) ->
     problem = Problem(*layouts.problem())
     config = configs.FWD_TABLE.choose(gpu, *problem.key())
     if not own and problem.is_sdpa(config):
-        return FwdCall(None, ())
+        return FwdCall()
     if config.route == "gluon" and of_qkv and not INTERPRETED:
         from .forward_pingpong import fwd_pingpong
 
         launch = fwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
-        return FwdCall(launch, (), of_qkv=True)
+        return FwdCall(launch, of_qkv=True)
     launch = fwd_launch(*problem)
     return FwdCall(launch.bind(layouts), launch.sizes)
 
@@ -359,10 +353,10 @@ class BwdCall(NamedTuple):
     """The backward of tensors in some layouts: one pass, or dq and then dk and dv, or all of them
     by backward_fused_dq.py; else by the library."""
 
-    one_pass: Callable[..., None] | None
-    dq: Callable[..., None] | None
-    dkdv: tuple[Callable[..., None], ...]
-    sizes: tuple[int, ...]
+    one_pass: Callable[..., None] | None = None
+    dq: Callable[..., None] | None = None
+    dkdv: tuple[Callable[..., None], ...] = ()
+    sizes: tuple[int, ...] = ()
     of_qkv: bool = False  # one_pass is called with dqkv, dbias, dout, packed qkv, out and lse
     fused_dq: Callable[..., None] | None = None
     copies: bool = False  # TMA reads no expanded tensor: contiguous ones must come
@@ -397,15 +391,15 @@ def bwd_call(
         from .backward_pingpong import bwd_pingpong
 
         launch = bwd_pingpong(layouts.shape, layouts.scale, gpu.num_sms)
-        return BwdCall(launch, None, (), (), of_qkv=True, partials=of_warps)
+        return BwdCall(launch, of_qkv=True, partials=of_warps)
     if form == configs.FUSED_DQ:
         from .backward_fused_dq import bwd_fused_dq
 
         if min(map(min, layouts.strides)) == 0:
-            return BwdCall(None, None, (), (), copies=True)
+            return BwdCall(copies=True)
         grads = dq_stride, dk_stride
         launch = bwd_fused_dq(layouts.shape, layouts.strides, *grads, layouts.scale, gpu.num_sms)
-        return BwdCall(None, None, (), (), fused_dq=launch, partials=of_warps if D <= 64 else None)
+        return BwdCall(fused_dq=launch, partials=of_warps if D <= 64 else None)
     one_pass, split = bwd_launch(*layouts.problem(), dbias, own=own)
     if one_pass is not None:
         assert layouts.mask is None
@@ -413,13 +407,12 @@ def bwd_call(
         tiles: backward_one_pass.Tiles = one_pass.options["TILES"]
         parts = sum(part > 0 for part in (tiles.PART0, tiles.PART1, tiles.PART2))
         partials = layout((B * parts, 3 * H * D)) if dbias else None
-        return BwdCall(launch, None, (), one_pass.sizes, partials=partials)
+        return BwdCall(launch, sizes=one_pass.sizes, partials=partials)
     if not split:
-        return BwdCall(None, None, (), ())
-    dq, *dkdv = split
-    return BwdCall(
-        None, dq.bind(layouts, dq_stride), tuple(x.bind(layouts, dk_stride) for x in dkdv), dq.sizes
-    )
+        return BwdCall()
+    dq, *others = split
+    dkdv = tuple(launch.bind(layouts, dk_stride) for launch in others)
+    return BwdCall(dq=dq.bind(layouts, dq_stride), dkdv=dkdv, sizes=dq.sizes)
 
 
 def _layouts(
