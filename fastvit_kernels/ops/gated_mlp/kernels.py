@@ -320,7 +320,7 @@ class FwdPlan(NamedTuple):
     stats: Layout | None
 
 
-def _z_sizes(M: int, F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[int, ...]]:
+def _z_sizes(F: int, packed: bool, gate_last: bool) -> tuple[int, tuple[int, ...]]:
     """VECTOR, and (F, the row stride of z, the columns of gate and value in it) in units of it."""
     vector = math.gcd(F, 8)
     columns = (2 * F, *((F, 0) if gate_last else (0, F))) if packed else (F, 0, 0)
@@ -339,7 +339,7 @@ def _fwd_plan(
     has_norm_bias: bool,
 ) -> FwdPlan:
     M = math.prod(rows)
-    vector, sizes = _z_sizes(M, F, packed, gate_last)
+    vector, sizes = _z_sizes(F, packed, gate_last)
     options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
     if norm_eps is None:
         grid = triton.cdiv(M, BLOCK_R), triton.cdiv(F, BLOCK_F)
@@ -416,7 +416,7 @@ def _bwd_plan(
     write_hidden: bool,
     sum_dz: bool,
 ) -> BwdPlan:
-    vector, (width, *z_sizes) = _z_sizes(M, F, packed, gate_last)
+    vector, (width, *z_sizes) = _z_sizes(F, packed, gate_last)
     columns = dz_columns(F, packed, gate_last)
     dz_sizes = [n // vector for n in columns]
     options: dict[str, Any] = dict(ACTIVATION=activation, VECTOR=vector)
