@@ -244,14 +244,7 @@ class Attention(nn.Module):
         else:
             (cos, sin), prefix_tokens = rope, self.num_prefix_tokens
         return rope_attention(
-            x,
-            weight,
-            bias,
-            cos=cos,
-            sin=sin,
-            prefix_tokens=prefix_tokens,
-            **shared,
-            **norms,
+            x, weight, bias, cos=cos, sin=sin, prefix_tokens=prefix_tokens, **shared, **norms
         )
 
     def _attend_packed(self, x: Tensor, packing: Crops) -> Tensor:

@@ -79,11 +79,7 @@ def _dinov3() -> Iterator[tuple[str, Arguments]]:
             yield f"vit_{size}_patch16_dinov3_qkvb", arguments
 
 
-_PRESETS: dict[str, Arguments] = {
-    "vit_mnist": _MNIST,
-    **dict(_vit()),
-    **dict(_dinov3()),
-}
+_PRESETS: dict[str, Arguments] = {"vit_mnist": _MNIST, **dict(_vit()), **dict(_dinov3())}
 
 
 def preset_names() -> tuple[str, ...]:

@@ -52,10 +52,7 @@ class Block(nn.Module):
         self.drop_path1 = DropPath(c.drop_path, c.drop_path_mode)
         self.norm2 = c.norm(c.dim)
         self.mlp = MLP_LAYERS[c.mlp_layer](
-            c.dim,
-            int(c.dim * c.mlp_ratio),
-            act_layer=c.act_layer,
-            drop=c.proj_drop,
+            c.dim, int(c.dim * c.mlp_ratio), act_layer=c.act_layer, drop=c.proj_drop
         )
         self.ls2 = LayerScale(c.dim, c.init_values) if c.init_values else None
         self.drop_path2 = DropPath(c.drop_path, c.drop_path_mode)
