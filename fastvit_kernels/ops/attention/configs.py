@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -567,16 +567,10 @@ def has_turns(gpu: Gpu) -> bool:
 
 
 def _takes_turns(
-    where: Mapping[int, Container[int]],
-    gpu: Gpu,
-    dtype: str,
-    D: int,
-    tokens: int,
-    mask: str,
-    heads: str,
+    where: Container[int], gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str
 ) -> bool:
     takes = (mask, ITEMSIZE[dtype]) == ("none", 2) and heads != "scarce"
-    return takes and tokens in where.get(D, ()) and has_turns(gpu)
+    return takes and tokens in where and has_turns(gpu)
 
 
 def _fwd_fits(
@@ -585,7 +579,8 @@ def _fwd_fits(
     if config.route == "library":
         return _library_fits(gpu, dtype, D, tokens, mask, heads)
     if config.route == "gluon":
-        return _takes_turns(PINGPONG_FWD_TOKENS, gpu, dtype, D, tokens, mask, heads)
+        where = PINGPONG_FWD_TOKENS.get(D, ())
+        return _takes_turns(where, gpu, dtype, D, tokens, mask, heads)
     if gpu.is_amd:  # compiled, not tuned: AMD's shared memory follows other rules
         return config == own_fwd(gpu, dtype, D, tokens, mask, heads)
     if config.num_stages > 2 and config.block_q > 16 * config.num_warps and _is_ampere(gpu):
@@ -652,18 +647,15 @@ def _one_pass_fits(
     return shared * ITEMSIZE[dtype] <= gpu.shared_limit and (config.heads == 1 or tokens <= 64)
 
 
-def _fused_dq_fits(gpu: Gpu, dtype: str, D: int, tokens: int, mask: str, heads: str) -> bool:
-    where = next((tokens for most, tokens in FUSED_DQ_TOKENS.items() if most >= D), ())
-    return _takes_turns({D: where}, gpu, dtype, D, tokens, mask, heads)
-
-
 def _bwd_fits(gpu: Gpu, form: BwdForm, *key: Any) -> bool:
+    D = key[1]
     if form.route == "library":
         return _library_fits(gpu, *key)
     if form == FUSED_DQ:
-        return _fused_dq_fits(gpu, *key)
+        where = next((tokens for most, tokens in FUSED_DQ_TOKENS.items() if most >= D), ())
+        return _takes_turns(where, gpu, *key)
     if form == PINGPONG_BWD:
-        return _takes_turns(PINGPONG_BWD_TOKENS, gpu, *key)
+        return _takes_turns(PINGPONG_BWD_TOKENS.get(D, ()), gpu, *key)
     return not form.one_pass or _one_pass_fits(gpu, _default_one_pass(gpu, *key), *key)
 
 
