@@ -53,20 +53,18 @@ PROGRAMS_PER_SM = 8
 MIN_SHARED = 8  # samples and heads of a range: its sums are 16 bytes for 12 of each of these
 
 
-def _table(name: str) -> ConfigTable[RopeConfig]:
-    return ConfigTable(
-        name,
-        CONFIGS,
-        lambda gpu, block_p: RopeConfig(min(64, max(1, PAIRS // block_p)), 4),
-        lambda gpu, config, block_p: (
-            1 <= config.block_rows * block_p // (32 * config.num_warps) <= 16
-            or config.block_rows == min(64, max(1, PAIRS // block_p))
-        ),
-    )
+def _default(gpu: Gpu, block_p: int) -> RopeConfig:
+    return RopeConfig(min(64, max(1, PAIRS // block_p)), 4)
 
 
-FWD_TABLE, BWD_TABLE = _table("rope_fwd"), _table("rope_bwd")
-TABLES_TABLE = _table("rope_tables_bwd")
+def _fits(gpu: Gpu, config: RopeConfig, block_p: int) -> bool:
+    pairs = config.block_rows * block_p // (32 * config.num_warps)  # a thread
+    return 1 <= pairs <= 16 or config.block_rows == _default(gpu, block_p).block_rows
+
+
+FWD_TABLE = ConfigTable("rope_fwd", CONFIGS, _default, _fits)
+BWD_TABLE = ConfigTable("rope_bwd", CONFIGS, _default, _fits)
+TABLES_TABLE = ConfigTable("rope_tables_bwd", CONFIGS, _default, _fits)
 
 
 class Form(NamedTuple):
