@@ -66,7 +66,7 @@ from .common.gemm import (
     tile_product,
     tiles_of_program,
 )
-from .common.gemm_configs import fwd_config
+from .common.gemm_configs import FWD_TABLE, gemm_config
 from .common.grad_handoff import Reads, layer_backward
 from .common.reduction import column_sum, zeroed
 from .common.samples import add_branch, check_drawn, is_sample_subset
@@ -277,7 +277,7 @@ def linear_fwd(
         return gemm.product_with_bias(x, weight, bias), no_z
     (N, K), plan = weight.shape, None
     M = x.numel() // K
-    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
+    config = gemm_config(gpu(x.device), FWD_TABLE, M, N, K, x.dtype)
     if config.route != "library":
         rows, has_more = x.reshape(M, K), scaled or residual is not None
         plan = tile_plan(config, rows, weight, transposed=True, plain=has_more)
@@ -523,7 +523,7 @@ def _is_by_library(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     if residual is None:
         return True
     N, K = weight.shape
-    config = fwd_config(gpu(x.device), M, N, K, x.dtype)
+    config = gemm_config(gpu(x.device), FWD_TABLE, M, N, K, x.dtype)
     return config.route == "library" and residual.dtype == x.dtype
 
 

@@ -53,7 +53,7 @@ from .common.gemm import (
     tile_product,
     tiles_of_program,
 )
-from .common.gemm_configs import hidden_config
+from .common.gemm_configs import HIDDEN_TABLE, gemm_config
 from .common.grad_handoff import layer_backward
 from .common.reduction import column_sum, zeroed
 from .common.samples import check_drawn
@@ -192,7 +192,7 @@ def _hidden_gradient(
     """
     a, b = epilogue.input_gradient_operands(d, weight, layer_scale)
     (M, F), N = z.shape, d.shape[1]
-    config = hidden_config(gpu(z.device), M, F, N, z.dtype)
+    config = gemm_config(gpu(z.device), HIDDEN_TABLE, M, F, N, z.dtype)
     plan = tile_plan(config, a, b)
     if plan is None:
         dact = gemm.matmul(a, b)

@@ -108,9 +108,11 @@ def gemm_key(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[int, int, int,
 
 
 @launch_plan
-def fwd_config(gpu: Gpu, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConfig:
-    """What `FWD_TABLE` chooses for (M, K) times (K, N)."""
-    return FWD_TABLE.choose(gpu, *gemm_key(M, N, K, dtype))
+def gemm_config(
+    gpu: Gpu, table: ConfigTable[GemmConfig], M: int, N: int, K: int, dtype: torch.dtype
+) -> GemmConfig:
+    """What one of the tables chooses for (M, K) times (K, N)."""
+    return table.choose(gpu, *gemm_key(M, N, K, dtype))
 
 
 def triton_tile(gpu: Gpu, M: int, N: int, K: int, dtype: str) -> GemmConfig:
@@ -188,20 +190,8 @@ def _fits(gpu: Gpu, config: GemmConfig, M: int, N: int, K: int, dtype: str) -> b
 
 FWD_TABLE = ConfigTable("linear_fwd", (*SHARED_BY_BOTH, TMA_PAIR), _default, _fits)
 HIDDEN_TABLE = ConfigTable("mlp_bwd_hidden", SHARED_BY_BOTH, _hidden_default, _fits)
-# Not yet measured: by default the library multiplies, and a pass follows.
+# Of gate and value each. Not yet measured: by default the library multiplies, and a pass follows.
 GATED_TABLE = ConfigTable("gated_mlp_hidden", (LIBRARY, TMA_STORES), _library, _fits)
-
-
-@launch_plan
-def hidden_config(gpu: Gpu, M: int, F: int, N: int, dtype: torch.dtype) -> GemmConfig:
-    """What `HIDDEN_TABLE` chooses for the hidden gradient, (M, N) times (N, F)."""
-    return HIDDEN_TABLE.choose(gpu, *gemm_key(M, F, N, dtype))
-
-
-@launch_plan
-def gated_config(gpu: Gpu, M: int, F: int, K: int, dtype: torch.dtype) -> GemmConfig:
-    """What `GATED_TABLE` chooses for gate and value, (M, K) times (K, F) each."""
-    return GATED_TABLE.choose(gpu, *gemm_key(M, F, K, dtype))
 
 
 @contextmanager

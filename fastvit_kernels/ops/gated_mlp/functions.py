@@ -49,7 +49,7 @@ from ..common import epilogue, gemm, grad_handoff
 from ..common.activation import ACTIVATIONS, check_activation
 from ..common.deferred import deferred
 from ..common.epilogue import ScaledLinear
-from ..common.gemm_configs import gated_config
+from ..common.gemm_configs import GATED_TABLE, gemm_config
 from ..common.grad_handoff import layer_backward
 from ..common.reduction import column_sum, zeroed
 from ..common.samples import check_drawn
@@ -134,7 +134,7 @@ def _hidden_in_one(
     """What `gated_hidden_fwd` returns without a norm, by one kernel in Gluon; None: not by it."""
     (M, K), packed = rows.shape, gate_weight is None
     F = fc1_weight.shape[0] // 2 if packed else fc1_weight.shape[0]
-    config = gated_config(gpu(rows.device), M, F, K, rows.dtype)
+    config = gemm_config(gpu(rows.device), GATED_TABLE, M, F, K, rows.dtype)
     if config.route == "library" or F % 8:  # rows of hidden, and the halves of z, by TMA
         return None
     weights: Any = gate_weight, fc1_weight
