@@ -498,18 +498,8 @@ def gate_bwd(
     dz = empty_strided(*plan.dz, dtype=z.dtype, device=z.device)
     partial = empty_strided(*plan.partial, dtype=torch.float32, device=z.device)
     value = z if value is None else value
-    if norm_weight is None:
-        plan.launch(dz, hidden, partial, dhidden, z, value)
-    else:
-        plan.launch(
-            dz,
-            hidden,
-            partial,
-            dhidden,
-            z,
-            value,
-            contiguous(norm_weight),
-            contiguous(norm_bias),
-            stats,
-        )
+    norm: tuple[Any, ...] = ()
+    if norm_weight is not None:
+        norm = contiguous(norm_weight), contiguous(norm_bias), stats
+    plan.launch(dz, hidden, partial, dhidden, z, value, *norm)
     return dz, partial, plan.columns
