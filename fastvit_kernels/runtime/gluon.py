@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     multiply_wait: Any
     TensorDescriptor: Any
 else:
-    from triton.experimental import gluon
+    from triton.experimental import gluon as gluon  # for the kernels
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -70,19 +70,3 @@ def tensor_map(
     made.base, made.shape, made.strides = x, list(shape), list(strides)
     made.block_shape, made.layout, made.padding = list(block), _layout(block, x.dtype), "zero"
     return made
-
-
-__all__ = [
-    "add",
-    "fence",
-    "fetch",
-    "gl",
-    "gluon",
-    "mbarrier",
-    "multiply",
-    "multiply_wait",
-    "put",
-    "store_wait",
-    "sync_warps",
-    "tensor_map",
-]

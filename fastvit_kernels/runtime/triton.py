@@ -146,15 +146,3 @@ def _bound(number: int, grid: tuple[int, ...], *sizes: Any, **options: Any) -> C
             compiled[key] = found[(*grid, 1, 1)[:3]]
 
     return launch
-
-
-__all__ = [
-    "ANY_BATCH",
-    "HAS_TRITON",
-    "VERSION",
-    "bind_launch",
-    "constant",
-    "has_gluon",
-    "tl",
-    "triton",
-]
