@@ -196,17 +196,9 @@ def rope_bwd(
     )
     if q.numel() == 0:
         return dq, dk, *zeroed(dparams, dtables)  # pyright: ignore[reportReturnType]
-    rotate_bwd(
-        (dq, dk),
-        (_rows(dq_out), _rows(dk_out)),
-        _rows(q),
-        _rows(k),
-        tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps),
-        norms,
-        dparams,
-        dtables,
-    )
+    rotation, tables = Rotation(interleaved, prefix_tokens, norm, eps), tables_of(cos, sin)
+    dout = _rows(dq_out), _rows(dk_out)
+    rotate_bwd((dq, dk), dout, _rows(q), _rows(k), tables, rotation, norms, dparams, dtables)
     return dq, dk, dparams, dtables  # pyright: ignore[reportReturnType]
 
 

@@ -206,17 +206,8 @@ def rope_attention_bwd(
     softmax = Softmax(scale, dropout_p, seed, packing=_packing(cu_seqlens, max_seqlen))
     heads = turned_q, turned_k, v
     launch_bwd((dq, dk, dv), readable(dout), heads, out, lse, softmax)
-    rotate_bwd(
-        (dq, dk),
-        (dq, dk),
-        q,
-        k,
-        tables_of(cos, sin),
-        Rotation(interleaved, prefix_tokens, norm, eps),
-        norms,
-        dparams,
-        dtables,
-    )
+    rotation, tables = Rotation(interleaved, prefix_tokens, norm, eps), tables_of(cos, sin)
+    rotate_bwd((dq, dk), (dq, dk), q, k, tables, rotation, norms, dparams, dtables)
     if dbias is not None:
         column_sum(dqkv.view(-1, dbias.numel()), dbias)
     return dqkv, dparams, dtables, dbias  # pyright: ignore[reportReturnType]
