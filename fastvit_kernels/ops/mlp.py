@@ -74,17 +74,9 @@ def mlp_ref(
 ) -> Tensor:
     """The specification of `mlp`: two of `linear_ref`, or `gated_mlp_ref`."""
     if activation in GATED:
-        return gated_mlp_ref(
-            x,
-            fc1_weight,
-            fc1_bias,
-            fc2_weight,
-            fc2_bias,
-            activation=GATED[activation],
-            residual=residual,
-            layer_scale=layer_scale,
-            row_scale=row_scale,
-        )
+        layers = fc1_weight, fc1_bias, fc2_weight, fc2_bias
+        end: Any = dict(residual=residual, layer_scale=layer_scale, row_scale=row_scale)
+        return gated_mlp_ref(x, *layers, activation=GATED[activation], **end)
     hidden = linear_ref(x, fc1_weight, fc1_bias, activation)
     return linear_ref(hidden, fc2_weight, fc2_bias, None, residual, layer_scale, row_scale)
 

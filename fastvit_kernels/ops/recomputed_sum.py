@@ -63,20 +63,11 @@ class _Recomputed:
 
     def _make(self) -> Tensor:
         residual = self.norm.saved_tensors[0]
-        x, weight, bias, _, layer_scale, row_scale = self.layer.saved_tensors
+        x, weight, bias, _, *scales = self.layer.saved_tensors
         autocast = torch.autocast(self.device, self.autocast, self.autocast is not None)
         with torch.no_grad(), autocast:  # the library's form of the product may hang on autocast
-            return linear_fwd(
-                deferred.read(x),
-                weight,
-                bias,
-                residual,
-                layer_scale,
-                row_scale,
-                "",
-                self.layer.spec.output.dtype,
-                False,
-            )[0]
+            x, out_dtype = deferred.read(x), self.layer.spec.output.dtype
+            return linear_fwd(x, weight, bias, residual, *scales, "", out_dtype, False)[0]
 
 
 @contextmanager
