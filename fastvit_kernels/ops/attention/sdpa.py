@@ -220,26 +220,6 @@ def _check_groups(name: str, x: Tensor, q: Tensor) -> None:
         )
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> None:
-    """Raise on what neither the kernels nor torch can compute."""
-    _check_tensors(q, k, v, mask)
-    check_probability(OP, "dropout_p", dropout_p)
-    check_flags(OP, is_causal=is_causal, enable_gqa=enable_gqa)
-    if scale is not None:
-        check_number(OP, "scale", scale)
-    if not q.is_nested:
-        _check_shapes(q, k, v, mask, enable_gqa)
-
-
 def _unsupported(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
@@ -275,8 +255,14 @@ def _decide(
     scale: float | None,
     enable_gqa: bool,
 ) -> SdpaSpec:
-    """Check the arguments; what runs, and how."""
-    _check(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    """Check the arguments; what runs, and how. It raises on what torch cannot compute either."""
+    _check_tensors(query, key, value, attn_mask)
+    check_probability(OP, "dropout_p", dropout_p)
+    check_flags(OP, is_causal=is_causal, enable_gqa=enable_gqa)
+    if scale is not None:
+        check_number(OP, "scale", scale)
+    if not query.is_nested:
+        _check_shapes(query, key, value, attn_mask, enable_gqa)
     unsupported = _unsupported(query, key, value, attn_mask, dropout_p, is_causal)
     scale_ = 0.0
     if unsupported is None:
