@@ -20,6 +20,4 @@ def resize_positions(
     pos_embed: Tensor, old: Sequence[int], new: Sequence[int], prefix: int
 ) -> Tensor:
     """The same, after `prefix` positions of class and register tokens, which stay."""
-    if tuple(old) == tuple(new):
-        return pos_embed
     return torch.cat((pos_embed[:, :prefix], resize_grid(pos_embed[:, prefix:], old, new)), dim=1)
