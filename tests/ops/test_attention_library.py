@@ -14,6 +14,7 @@ from torch import library as torch_library
 from torch.nn.attention import SDPBackend
 
 from fastvit_kernels.ops.attention import configs, cudnn, launch
+from fastvit_kernels.ops.attention.configs import LIBRARY_BWD, LIBRARY_FWD
 from fastvit_kernels.ops.attention.functions import attention, attention_ref
 from fastvit_kernels.ops.attention.projected import qkv_attention, qkv_attention_ref
 from fastvit_kernels.ops.attention.rotary import rope_attention, rope_attention_ref
@@ -93,7 +94,7 @@ def test_library_attention(op, T, dtype, took):
 
 @pytest.mark.parametrize(
     ("table", "config"),
-    [(configs.FWD_TABLE, configs.LIBRARY_FWD), (configs.BWD_TABLE, configs.LIBRARY_BWD)],
+    [(configs.FWD_TABLE, LIBRARY_FWD), (configs.BWD_TABLE, LIBRARY_BWD)],
     ids=["fwd", "bwd"],
 )
 @every_op
