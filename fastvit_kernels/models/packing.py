@@ -62,7 +62,7 @@ class Crops:
     def drawn(self, rate: float, like: Tensor) -> tuple[Tensor, Tensor, Crops]:
         """The tokens of the images that a branch keeps, drawn for each size as `keep_samples`
         draws; B / S, the factor of each in the dtype of `like`; and where they lie now."""
-        index, factors = [self.image[:0]], [like.new_empty(0)]
+        index, factors = [torch.arange(0, device=self.device)], [like.new_empty(0)]
         sizes = []
         for (B, T), start in zip(self.sizes, self.ends, strict=False):
             if B == 0:
