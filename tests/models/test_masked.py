@@ -148,6 +148,14 @@ def test_skipped_samples_turn_by_their_own_patches():
         with fk.backend(way):
             results.append(model.forward_features(images, keep=keep))
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    # with half of the samples dropped, a kept one's branch counts twice
+    block, x, rope = model.blocks[-1], rand(4, 6, 32), rand(2, 4, 5, 16).unbind(0)
+    for p in block.mlp.fc2.parameters():
+        nn.init.zeros_(p)
+    got, branch = block(x, rope) - x, block.eval()(x, rope) - x
+    kept = got.abs().amax((1, 2)) > 0
+    assert kept.sum() == 2
+    torch.testing.assert_close(got[kept], 2 * branch[kept], rtol=1e-4, atol=1e-4)
 
 
 def test_masked_rejects():

@@ -205,13 +205,19 @@ WATCHED = ("ls1", "ls2", "drop_path1", "drop_path2", "attn.proj_drop", "mlp.drop
 @pytest.mark.parametrize("mlp_layer", ["Mlp", "GluMlp", "SwiGLU"])
 def test_hooks_of_what_has_no_weights(mlp_layer):
     """They run, and what they give counts."""
-    block = Block(32, 2, mlp_layer=mlp_layer, act_layer="silu", init_values=0.5).to(DEVICE).eval()
-    x, seen = torch.randn(4, 5, 32, device=DEVICE), []
-    wanted = block(x)
+    settings = dict(mlp_layer=mlp_layer, act_layer="silu", init_values=0.5, drop_path=0.5)
+    block, seen = Block(32, 2, **settings).to(DEVICE).train(), []
+    x = torch.randn(4, 5, 32, device=DEVICE)
+
+    def drawn():
+        torch.manual_seed(1)
+        return block(x)
+
+    wanted = drawn()
     for name in WATCHED:
         module = block.get_submodule(name)
         handle = module.register_forward_hook(lambda *_, name=name: seen.append(name))
-        torch.testing.assert_close(block(x), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(drawn(), wanted, rtol=1e-5, atol=1e-5)
         handle.remove()
     assert set(seen) == {*WATCHED}
     for name in WATCHED[2:4]:

@@ -128,21 +128,14 @@ def test_backend_of_tasks_that_overlap():
     in_autograds_threads = torch._C._is_multithreading_enabled
     seen = []
 
-    async def run(name, entered, leave):
+    async def run(name, turns):
         with fk.backend(name):
-            entered.set()
-            await leave.wait()
+            for _ in range(turns):
+                await asyncio.sleep(0)  # the other's turn
             seen.append((get_backend(), in_autograds_threads()))
 
     async def both():
-        events = [asyncio.Event() for _ in range(4)]
-        first = asyncio.create_task(run("torch", *events[:2]))
-        await events[0].wait()
-        second = asyncio.create_task(run("triton", *events[2:]))
-        await events[2].wait()
-        for task, leave in ((first, events[1]), (second, events[3])):
-            leave.set()
-            await task
+        await asyncio.gather(run("torch", 1), run("triton", 3))
 
     asyncio.run(both())
     assert seen == [("torch", False), ("triton", False)]
